@@ -1,0 +1,131 @@
+# Everything that is done here more than once. CI calls these targets and nothing else.
+#
+# An environment is remade from its lock (requirements/*.txt) when the lock changes; the stamp files inside it say
+# what it holds. Two environments, because the main job must not need torch:
+#   .venv-run   NumPy, rich and a release wheel of mlaplan, as a user installs it
+#   .venv       all that tests, lints and benchmarks need, with an editable mlaplan
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+PYTHON ?= python3
+JOBS ?= $(shell nproc)
+RUN_ARGS ?=
+PYTEST_ARGS ?=
+
+# A uv of the user's own serves; where there is none, a pinned one gets an environment to itself.
+# Asked for its version, because a shim may stand on PATH for a uv that is not there.
+UV := $(or $(shell uv --version >/dev/null 2>&1 && command -v uv),$(CURDIR)/.venv-uv/bin/uv)
+export UV_PYTHON_DOWNLOADS := never
+BIN := .venv/bin
+# maturin looks for the environment in VIRTUAL_ENV and for uv on PATH.
+DEVELOP := VIRTUAL_ENV=$(CURDIR)/.venv PATH=$(dir $(UV)):$$PATH $(BIN)/maturin develop --uv
+RUST_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find src -name '*.rs')
+PYTHON_SOURCES := README.md LICENSE $(shell find python -name '*.py' -o -name '*.pyi')
+
+# Release code with the checks of a debug build: an overflow or a broken debug_assert fails a test, and the
+# hundred thousand steps of the stateful tests still pass in seconds.
+CI_PROFILE := --profile ci --locked
+# What this leaves out needs hardware or programs that a fresh machine lacks, or minutes. What is marked `interpret`
+# needs a process in which Triton interprets; tests/kernels/test_interpreter.py makes one and runs them all.
+FRESH := not (amd or gpu or interpret or slow or vllm)
+
+.PHONY: help run test test-rust test-python lint lint-rust lint-python fmt bench bench-smoke wheel package lock \
+	clean ci
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
+
+run: .venv-run/.mlaplan ## the main job: plan and decode the built-in log (RUN_ARGS='LOG --steps 2000')
+	.venv-run/bin/mlaplan run $(RUN_ARGS)
+
+test: test-rust test-python ## all tests that need no GPU
+
+test-rust: ## unit, property and doc tests of the crate
+	cargo test $(CI_PROFILE)
+
+test-python: .venv/.mlaplan ## pytest against the extension (PYTEST_ARGS='-k schedule')
+	$(BIN)/pytest -n $(JOBS) --dist worksteal --durations 10 -m "$(FRESH)" $(PYTEST_ARGS)
+
+lint: lint-rust lint-python ## formatting, lints, types, stubs and docs; changes nothing
+
+lint-rust:
+	cargo fmt --check
+	cargo clippy --all-targets --locked -- -D warnings
+	cargo clippy --all-targets --locked --features python -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --locked --features python
+
+lint-python: .venv/.mlaplan
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/mypy tests/kernels
+	$(BIN)/python -m mypy.stubtest mlaplan._core
+
+fmt: .venv/.lock ## format everything and apply the safe fixes
+	cargo fmt
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: .venv/.lock ## Criterion and pytest-benchmark, on a release build
+	cargo bench --locked
+	rm -f .venv/.mlaplan # the extension is about to be another one than the tests want
+	$(DEVELOP) --release --locked
+	$(BIN)/pytest --benchmark-enable --benchmark-only benches/python
+
+bench-smoke: .venv/.mlaplan ## run each benchmark once, untimed
+	cargo test --benches $(CI_PROFILE)
+	$(BIN)/pytest benches/python
+
+wheel: .venv/.lock ## release wheel (abi3, CPython 3.10 and later) and sdist into dist/
+	rm -rf dist
+	$(BIN)/maturin build --release --out dist
+	$(BIN)/maturin sdist --out dist
+
+package: .venv/.lock ## check that the sdist alone builds, installs and runs
+	rm -rf target/package
+	$(BIN)/maturin sdist --out target/package
+	$(UV) venv --quiet --python $(PYTHON) target/package/venv
+	$(UV) pip install --python target/package/venv/bin/python \
+		--constraints requirements/run.txt "$$(echo target/package/mlaplan-*.tar.gz)[cli]"
+	cd target/package && venv/bin/mlaplan run --steps 50
+
+lock: ## resolve requirements/*.in anew
+	for name in uv run dev; do \
+		$(UV) pip compile --quiet --upgrade --universal --python-version 3.10 --generate-hashes --no-emit-index-url \
+			--custom-compile-command "make lock" requirements/$$name.in --output-file requirements/$$name.txt; \
+	done
+
+clean: ## remove build outputs and environments
+	rm -rf target dist .venv .venv-run .venv-uv .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find python -name '*.so' -delete
+
+ci: ## what CI runs
+	bash .ci/run
+
+$(CURDIR)/.venv-uv/bin/uv: requirements/uv.txt
+	$(PYTHON) -m venv --clear .venv-uv
+	.venv-uv/bin/python -m pip install --quiet --require-hashes -r requirements/uv.txt
+	touch $@
+
+.venv-run/.lock: requirements/run.txt $(UV)
+	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv-run
+	$(UV) pip sync --quiet --python .venv-run/bin/python --require-hashes requirements/run.txt
+	touch $@
+
+.venv-run/.mlaplan: .venv-run/.lock $(RUST_SOURCES) $(PYTHON_SOURCES)
+	rm -rf target/run-wheel
+	.venv-run/bin/maturin build --release --out target/run-wheel
+	$(UV) pip install --quiet --python .venv-run/bin/python --no-deps --reinstall target/run-wheel/*.whl
+	touch $@
+
+.venv/.lock: requirements/dev.txt $(UV)
+	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv
+	$(UV) pip sync --quiet --python .venv/bin/python --require-hashes requirements/dev.txt
+	touch $@
+
+.venv/.mlaplan: .venv/.lock $(RUST_SOURCES)
+	$(DEVELOP) $(CI_PROFILE)
+	touch $@

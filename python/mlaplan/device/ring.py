@@ -1,0 +1,84 @@
+"""Host areas that copies are made from, each guarded until its copy has run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mlaplan._types import Int32Array
+
+
+class Marker(Protocol):
+    """A point in a device's queue."""
+
+    def record(self) -> None:
+        """Sets the point behind everything asked for so far."""
+
+    def done(self) -> bool:
+        """Whether the device has passed the point; True where it was never set."""
+
+    def wait(self) -> None:
+        """Waits until the device has passed the point."""
+
+
+class StagingRing:
+    """A few host areas that are filled in turn.
+
+    The host may run thousands of operations ahead of the device, so an area may only be written again when the copy
+    from it has run. `acquire` answers that without waiting. Setting a marker costs as much as a copy, so there are
+    two groups of areas with a marker each: it is set when the first area of the other group is asked for, behind
+    every copy of its own.
+
+    Attributes:
+        areas: The areas, int32, all of one size, at least two.
+        sources: What the device copies from, one per area: the same memory as the device's kind of array.
+    """
+
+    def __init__(self, areas: Sequence[Int32Array], sources: Sequence[Any], markers: tuple[Marker, Marker]) -> None:
+        """Makes a ring whose areas are all free.
+
+        Args:
+            areas: The areas.
+            sources: The same memory for the device.
+            markers: One marker per group.
+        """
+        self.areas = tuple(areas)
+        self.sources = tuple(sources)
+        self._markers = markers
+        self._per_group = -(-len(self.areas) // 2)
+        self._next = 0
+        self._unmarked: Marker | None = None
+
+    def acquire(self) -> int | None:
+        """Returns the next area if its last copy has run, None if it may not have."""
+        if self._next % self._per_group == 0 and not self._enter().done():
+            return None
+        return self._take()
+
+    def wait(self) -> int:
+        """Returns the next area, after waiting for its last copy."""
+        if self._next % self._per_group == 0:
+            self._enter().wait()
+        return self._take()
+
+    def queued(self, slot: int) -> None:
+        """Says that a copy from the area was queued."""
+        self._unmarked = self.marker(slot)
+
+    def marker(self, slot: int) -> Any:
+        """The marker of the area's group."""
+        return self._markers[slot // self._per_group]
+
+    def _enter(self) -> Marker:
+        """Sets the marker of the group that is full, once; returns that of the group that comes next."""
+        if self._unmarked is not None:
+            self._unmarked.record()
+            self._unmarked = None
+        return self._markers[self._next // self._per_group]
+
+    def _take(self) -> int:
+        slot = self._next
+        self._next = (slot + 1) % len(self.areas)
+        return slot

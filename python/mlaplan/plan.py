@@ -1,0 +1,113 @@
+"""One step's plan, as the planner hands it out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from mlaplan._core import Decision
+    from mlaplan.batch import Batch
+    from mlaplan.layout import PlanArrays
+    from mlaplan.planner import Planner
+
+
+class Constants(NamedTuple):
+    """Arrays that are the same for every plan of a class of P rows; written once when the planner is made.
+
+    Attributes:
+        qo_indptr: 0, 1, 2, ... Shape (max_rows * fold + 1,), int32: one query per row.
+        kv_last_page_lens: Ones. Shape (max_rows * fold,), int32.
+        reduce_final_map: Query range of each tile, (t, t + 1). Shape (max_rows * fold, 2), int32.
+        reduce_partial_map: 0, 1, 2, ... Partial locations are handed out in order. int32.
+        work_metadata_ptrs: Device addresses of `work_indptr` and `work_info` of the class. Shape (2,), uint64.
+    """
+
+    qo_indptr: Any
+    kv_last_page_lens: Any
+    reduce_final_map: Any
+    reduce_partial_map: Any
+    work_metadata_ptrs: Any
+
+
+class Quality(NamedTuple):
+    """How good a schedule is, in aiter's units of 16-token blocks.
+
+    Attributes:
+        finish_time: Cost of the longest slot.
+        lower_bound: No schedule of these rows on as many slots can finish earlier.
+    """
+
+    finish_time: float
+    lower_bound: float
+
+    @property
+    def ratio(self) -> float:
+        """Finish time over lower bound; 1 for an empty plan."""
+        return self.finish_time / self.lower_bound if self.lower_bound else 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """One step's plan. Its arrays are the planner's, so they hold it until the next plan is made.
+
+    Attributes:
+        batch: What it was made for.
+        decision: What was done and why: `action` is "nothing", "copy", "launch" or "deferred".
+        arrays: The arrays of the plan's class on the device; see `mlaplan.layout.PlanArrays`.
+        constants: The arrays that never change.
+        num_works: Works of the schedule, where the host made it; None where the device did.
+        split_budget: Slots per row that were budgeted for, where the host made it; None where the device did.
+    """
+
+    batch: Batch
+    decision: Decision
+    arrays: PlanArrays
+    constants: Constants
+    planner: Planner
+    num_works: int | None = None
+    split_budget: int | None = None
+    generation: int = -1
+    captured: object | None = None
+
+    @property
+    def rows(self) -> int | None:
+        """Rows that belong to a request; None for a deferred plan, whose replays may have others."""
+        return None if self.decision.action == "deferred" else self.decision.rows
+
+    @property
+    def lengths_known(self) -> bool:
+        """Whether the host knows every row: then each live one has a token at least."""
+        return self.num_works is not None or self.decision.action == "nothing"
+
+    @property
+    def kind(self) -> str:
+        """Says whether the decode consumes the schedule, "persistent", or runs without one, "none"."""
+        return "persistent" if self.planner.backend.needs_schedule(self.padded_rows) else "none"
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows that the consumer sees."""
+        return self.decision.padded_rows
+
+    @property
+    def request_ids(self) -> Any:
+        """Request of each row, 0 for padding. Shape (padded_rows,), int32, on the device."""
+        return self.arrays.request_ids[: self.padded_rows]
+
+    @property
+    def kv_indptr(self) -> Any:
+        """Running sum of row lengths. Shape (padded_rows + 1,), int32, on the device."""
+        return self.arrays.kv_indptr[: self.padded_rows + 1]
+
+    def quality(self) -> Quality:
+        """Finish time and lower bound of this plan.
+
+        Reads the arrays back from the device, so it is for reports and not for a serving loop.
+        """
+        return self.planner.quality(self)
+
+    @property
+    def rows_without_work(self) -> range:
+        """Padding rows as the host counts them: no work writes their output, so the decode sets zeros and LSE -inf."""
+        return range(self.decision.rows, self.padded_rows)
