@@ -19,6 +19,8 @@ PYTEST_ARGS ?=
 # Asked for its version, because a shim may stand on PATH for a uv that is not there.
 UV := $(or $(shell uv --version >/dev/null 2>&1 && command -v uv),$(CURDIR)/.venv-uv/bin/uv)
 export UV_PYTHON_DOWNLOADS := never
+# Tests and the main job make many small products; on a few shared cores a thread pool for each costs ten times more.
+export OPENBLAS_NUM_THREADS := 1
 BIN := .venv/bin
 # maturin looks for the environment in VIRTUAL_ENV and for uv on PATH.
 DEVELOP := VIRTUAL_ENV=$(CURDIR)/.venv PATH=$(dir $(UV)):$$PATH $(BIN)/maturin develop --uv

@@ -92,13 +92,39 @@ class PlannerConfig:
             TypeError: A setting that must be a whole number is not one.
             ValueError: A setting is out of range; the message names it and its value.
         """
+        self._check_numbers()
+        self._check_names()
+        if self.arch is not None:
+            self.support()
+        elif self.num_cus is None and self.backend == "aiter":
+            raise ValueError("arch is None, but the aiter backend needs one: 'gfx942' or 'gfx950'")
+        elif self.aiter_version is not None:
+            raise ValueError(f"aiter_version is {self.aiter_version!r}, but arch is None: its head rules go by arch")
+
+    def _check_numbers(self) -> None:
         for name, most in _MOST.items():
             if getattr(self, name) is not None or name not in ("num_cus", "fold"):
-                _count(name, getattr(self, name), most)
+                # NumPy's own integers would overflow in the products that sizes are.
+                object.__setattr__(self, name, _count(name, getattr(self, name), most))
         if self.max_rows * self.topk > _INT32_MAX:
             raise _core.PlanError(
                 f"max_rows x topk is {self.max_rows * self.topk}, must be at most {_INT32_MAX}, the kernels' index type"
             )
+        if self.v_head_dim > self.head_dim:
+            raise ValueError(f"v_head_dim is {self.v_head_dim}, must be at most head_dim, {self.head_dim}")
+        if _integer("page_size", self.page_size) != 1:
+            raise ValueError(f"page_size is {self.page_size}, must be 1: rows address single KV slots")
+        if self.split_budget is not None and _integer("split_budget", self.split_budget) != -1:
+            if self.split_budget < 1:
+                raise ValueError(f"split_budget is {self.split_budget}, must be -1 (no limit) or at least 1")
+            _count("split_budget", self.split_budget, _INT32_MAX)
+        if not isinstance(self.capture_sizes, tuple):
+            raise TypeError(f"capture_sizes must be a tuple of row counts, not {type(self.capture_sizes).__name__}")
+        sizes = enumerate(self.capture_sizes)
+        checked = tuple(_count(f"capture_sizes[{index}]", size, self.max_rows, " (max_rows)") for index, size in sizes)
+        object.__setattr__(self, "capture_sizes", checked)
+
+    def _check_names(self) -> None:
         _one_of("policy", self.policy, _POLICIES)
         _one_of("backend", self.backend, _BACKENDS)
         _one_of("schedule_maker", self.schedule_maker, _SCHEDULE_MAKERS)
@@ -110,24 +136,6 @@ class PlannerConfig:
             _one_of(name, getattr(self, name), ("bf16", "fp16", "fp8"))
         if not isinstance(self.always_rebuild, bool):
             raise TypeError(f"always_rebuild must be True or False, not {type(self.always_rebuild).__name__}")
-        if _integer("page_size", self.page_size) != 1:
-            raise ValueError(f"page_size is {self.page_size}, must be 1: rows address single KV slots")
-        if self.split_budget is not None and _integer("split_budget", self.split_budget) != -1:
-            if self.split_budget < 1:
-                raise ValueError(f"split_budget is {self.split_budget}, must be -1 (no limit) or at least 1")
-            _count("split_budget", self.split_budget, _INT32_MAX)
-        if self.v_head_dim > self.head_dim:
-            raise ValueError(f"v_head_dim is {self.v_head_dim}, must be at most head_dim, {self.head_dim}")
-        if not isinstance(self.capture_sizes, tuple):
-            raise TypeError(f"capture_sizes must be a tuple of row counts, not {type(self.capture_sizes).__name__}")
-        for index, size in enumerate(self.capture_sizes):
-            _count(f"capture_sizes[{index}]", size, self.max_rows, " (max_rows)")
-        if self.arch is not None:
-            self.support()
-        elif self.num_cus is None and self.backend == "aiter":
-            raise ValueError("arch is None, but the aiter backend needs one: 'gfx942' or 'gfx950'")
-        elif self.aiter_version is not None:
-            raise ValueError(f"aiter_version is {self.aiter_version!r}, but arch is None: its head rules go by arch")
 
     def support(self, rows: int | None = None) -> _core.Support:
         """What aiter supports for these heads and dtypes.
@@ -199,11 +207,13 @@ def _integer(name: str, value: Any) -> int:
     return number
 
 
-def _count(name: str, value: Any, most: int, why: str = "") -> None:
-    if _integer(name, value) < 1:
-        raise ValueError(f"{name} is {value}, must be at least 1")
-    if value > most:
-        raise ValueError(f"{name} is {value}, must be at most {most}{why}")
+def _count(name: str, value: Any, most: int, why: str = "") -> int:
+    number = _integer(name, value)
+    if number < 1:
+        raise ValueError(f"{name} is {number}, must be at least 1")
+    if number > most:
+        raise ValueError(f"{name} is {number}, must be at most {most}{why}")
+    return number
 
 
 def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:

@@ -192,7 +192,7 @@ class Planner:
         self._generation += 1
         self._launch(plan)
 
-    def decode(
+    def decode(  # noqa: PLR0913 - the arrays of a decode, each with a name of its own
         self,
         plan: Plan,
         q: Any,
@@ -350,7 +350,7 @@ class Planner:
                 raise _core.PlanError(
                     f"{name} is needed: a plan is made on the device from both of the device's arrays"
                 )
-        boundaries = batch.query_start_loc
+        boundaries: Any = batch.query_start_loc
         if not isinstance(boundaries, np.ndarray) or boundaries.ndim != 1 or not boundaries.size:
             _core.segment_lengths(boundaries)  # says what is wrong with them
         num_requests = boundaries.size - 1

@@ -73,6 +73,9 @@ class Device(Protocol):
     def array(self, values: npt.NDArray[Any]) -> Any:
         """Returns a device copy of a host array."""
 
+    def store(self, array: Any, values: npt.NDArray[Any]) -> None:
+        """Writes host values to a device array of the same shape, casting them; for simulated inputs, may wait."""
+
     def view(self, buffer: Any, offset: int, shape: tuple[int, ...]) -> Any:
         """Returns a view of `buffer` that starts at word `offset`."""
 

@@ -119,6 +119,11 @@ class HostDevice:
         self.counters.allocations += 1
         return np.array(values)
 
+    def store(self, array: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
+        """See `Device.store`."""
+        self.advance(self.submitted)
+        array[...] = values
+
     def view(self, buffer: Int32Array, offset: int, shape: tuple[int, ...]) -> Int32Array:
         """See `Device.view`."""
         return buffer[offset : offset + int(np.prod(shape))].reshape(shape)

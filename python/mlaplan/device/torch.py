@@ -118,6 +118,10 @@ class TorchDevice:
         self.counters.allocations += 1
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
+    def store(self, array: torch.Tensor, values: npt.NDArray[Any]) -> None:
+        """See `Device.store`."""
+        array.copy_(torch.from_numpy(values))
+
     def view(self, buffer: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
         """See `Device.view`."""
         return buffer[offset : offset + int(np.prod(shape))].view(shape)

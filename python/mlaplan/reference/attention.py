@@ -38,7 +38,7 @@ def attention(
         if tokens.size == 0:
             continue
         keys = kv_cache[tokens].astype(np.float64)
-        scores = scale * np.einsum("hd,nd->hn", q[row].astype(np.float64), keys)
+        scores = scale * (q[row].astype(np.float64) @ keys.T)
         lse[row] = np.logaddexp.reduce(scores, axis=1)
         out[row] = np.exp(scores - lse[row][:, None]) @ keys[:, :v_dim]
     return out, lse

@@ -1,0 +1,322 @@
+"""The command `mlaplan`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from mlaplan import __version__
+from mlaplan.report import Row, Section, as_json, progress, render
+from mlaplan.workload import LogError, SchedulerConfig
+
+if TYPE_CHECKING:
+    from mlaplan.runner import RunOptions, RunResult
+    from mlaplan.workload import Step
+
+_EXAMPLES = """\
+examples:
+  mlaplan run                                    the built-in log, host only
+  mlaplan run requests.csv --steps 5000          a log with arrival_ms,input_tokens,output_tokens
+  mlaplan run requests.csv.gz --spec-tokens 3 --lengths bound
+                                                 speculative decoding, host lengths one step behind
+  mlaplan run --lengths device --deferred        nothing known on the host, plans made where graphs make them
+  mlaplan run --load 0.2 --max-num-seqs 8 --json few requests at a time, for a machine to read
+
+exit status: 0 when every check passed, 1 when one differed, 2 for a wrong option or log
+"""
+
+OK, DIFFERENT, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+class _UsageError(Exception):
+    """Options that do not go together."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="mlaplan",
+        description="Plans sparse MLA decode: per-token rows and the work schedule of the compute units.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"mlaplan {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    run = commands.add_parser(
+        "run",
+        help="plan and check every step of a request log",
+        description="Turns a request log into the batches of a continuous-batching engine, plans every step, "
+        "and compares every plan and sampled decodes with references.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run.add_argument("log", nargs="?", metavar="LOG", help="request log in CSV, may be .gz; default: a built-in one")
+    _add_run_options(run)
+    _add_engine_options(run)
+    _add_planner_options(run)
+    return parser
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("run")
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    group.add_argument("--steps", type=int, default=2000, metavar="N", help="most steps (default: 2000)")
+    group.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
+    group.add_argument(
+        "--deferred",
+        action="store_true",
+        help="plan pure decodes deferred and refresh them, as an engine without graphs does",
+    )
+    group.add_argument(
+        "--graphs",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="run pure decodes through captured graphs that make their own plan (default: on a GPU)",
+    )
+    group.add_argument(
+        "--check-every",
+        type=int,
+        default=1,
+        metavar="M",
+        help="compare every M-th plan with one made from nothing; 0: none (default: 1)",
+    )
+    group.add_argument(
+        "--decode-every",
+        type=int,
+        default=100,
+        metavar="M",
+        help="decode about every M-th step and compare with dense attention; 0: none (default: 100)",
+    )
+    group.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    standard = SchedulerConfig()
+    group = parser.add_argument_group("simulated engine")
+    group.add_argument("--spec-tokens", type=int, default=0, metavar="K", help="draft tokens (default: 0)")
+    group.add_argument(
+        "--acceptance-rate",
+        type=float,
+        default=standard.acceptance_rate,
+        metavar="P",
+        help=f"chance of a draft to be accepted (default: {standard.acceptance_rate})",
+    )
+    group.add_argument(
+        "--lengths",
+        choices=("exact", "bound", "device"),
+        default=standard.lengths,
+        help="what the host knows of the lengths (default: exact)",
+    )
+    for name, value, meaning in (
+        ("max_num_seqs", standard.max_num_seqs, "most requests at once"),
+        ("max_num_batched_tokens", standard.max_num_batched_tokens, "most query tokens in a step"),
+        ("num_kv_blocks", standard.num_kv_blocks, f"KV blocks of {standard.block_size} tokens"),
+        ("max_model_len", standard.max_model_len, "longest request; longer ones are skipped and counted"),
+    ):
+        option = "--" + name.replace("_", "-")
+        group.add_argument(option, type=int, default=value, metavar="N", help=f"{meaning} (default: {value})")
+    group.add_argument("--load", type=float, default=1.0, help="factor on the arrival rate (default: 1)")
+    group.add_argument("--step-ms", type=float, default=30.0, help="length of a step (default: 30)")
+
+
+def _add_planner_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("planner")
+    group.add_argument("--topk", type=int, default=2048, help="KV slots per row at most (default: 2048)")
+    group.add_argument("--heads", type=int, default=16, help="query heads of a rank (default: 16)")
+    group.add_argument("--arch", default="gfx942", help="gfx942 or gfx950 (default: gfx942)")
+    group.add_argument("--num-cus", type=int, metavar="N", help="compute units (default: the architecture's)")
+    group.add_argument("--q-dtype", default="bf16", help="bf16, fp16 or fp8 (default: bf16)")
+    group.add_argument("--kv-dtype", default="bf16", help="bf16, fp16 or fp8 (default: bf16)")
+    group.add_argument(
+        "--split-budget",
+        type=int,
+        metavar="N",
+        help="slots per row, -1 for no limit (default: by the longest row)",
+    )
+
+
+def options_of(arguments: argparse.Namespace) -> RunOptions:
+    """Returns the options of `mlaplan run`.
+
+    Raises:
+        ValueError: One of them is out of range.
+    """
+    from mlaplan.runner import RunOptions  # `--version` and `--help` need none of it
+
+    scheduler = SchedulerConfig(
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        num_speculative_tokens=arguments.spec_tokens,
+        acceptance_rate=arguments.acceptance_rate,
+        lengths=arguments.lengths,
+        num_kv_blocks=arguments.num_kv_blocks,
+        max_model_len=arguments.max_model_len,
+        step_ms=arguments.step_ms,
+        load=arguments.load,
+        seed=arguments.seed,
+    )
+    return RunOptions(
+        log=arguments.log,
+        steps=arguments.steps,
+        device=arguments.device,
+        scheduler=scheduler,
+        topk=arguments.topk,
+        heads=arguments.heads,
+        arch=arguments.arch,
+        num_cus=arguments.num_cus,
+        q_dtype=arguments.q_dtype,
+        kv_dtype=arguments.kv_dtype,
+        split_budget=arguments.split_budget,
+        deferred=arguments.deferred,
+        graphs=arguments.graphs,
+        check_every=arguments.check_every,
+        decode_every=arguments.decode_every,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: Arguments without the program's name; those of the process by default.
+
+    Returns:
+        The exit status. A wrong option exits with status 2 by itself.
+    """
+    arguments = build_parser().parse_args(argv)
+    try:
+        return _run(arguments)
+    except BrokenPipeError:  # somebody has read enough; Python would complain again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DIFFERENT
+    except (_UsageError, LogError, OSError) as error:
+        sys.stderr.write(f"mlaplan run: error: {error}\n")
+        return USAGE
+    except KeyboardInterrupt:
+        sys.stderr.write("mlaplan run: interrupted\n")
+        return INTERRUPTED
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from mlaplan.runner import make_planner, run
+
+    # Only here are these errors the user's: from inside the loop they would be ours, with their place.
+    try:
+        options = options_of(arguments)
+        planner = make_planner(options)
+    except (ValueError, ImportError) as error:
+        raise _UsageError(str(error)) from error
+
+    def watch(steps: Iterable[Step]) -> Iterator[Step]:
+        return progress(steps, total=options.steps, label="planning")
+
+    result = run(options, planner, watch=watch)
+    sections = sections_of(options, result)
+    if arguments.json:
+        document = json.loads(as_json(sections))
+        document["differences"] = [difference.as_dict() for difference in result.differences]
+        sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+    else:
+        render(sections)
+    for difference in result.differences:
+        sys.stderr.write(f"mlaplan run: {difference}\n")
+    sys.stdout.flush()
+    return OK if result.passed else DIFFERENT
+
+
+def sections_of(options: RunOptions, result: RunResult) -> list[Section]:
+    """Returns what a run has to say, as a table."""
+    return [
+        Section("workload", "Workload", _workload_rows(options, result)),
+        Section("decisions", "Decisions", _decision_rows(result)),
+        Section("reasons", "Why", _reason_rows(result)),
+        Section("cost", "Cost of planning", _cost_rows(result)),
+        Section("checks", "Checks", _check_rows(result)),
+    ]
+
+
+def _workload_rows(options: RunOptions, result: RunResult) -> tuple[Row, ...]:
+    steps = max(result.steps, 1)
+    stats = result.scheduler
+    return (
+        Row("log", "log", options.log or "built-in"),
+        Row("device", "device", result.device),
+        Row("lengths", "lengths known to the host", options.scheduler.lengths),
+        Row("spec_tokens", "draft tokens", options.scheduler.num_speculative_tokens),
+        Row("steps", "steps", result.steps),
+        Row("rows", "rows", result.rows),
+        Row("padded_rows", "rows with padding", result.padded_rows),
+        Row("mean_requests", "requests running, mean", result.requests / steps),
+        Row("finished", "requests finished", stats.finished, note=f"{stats.new_tokens:,} tokens generated"),
+        Row("preemptions", "preemptions", stats.preemptions),
+        Row("refused", "requests too long", stats.refused),
+        Row("pure_decode_share", "pure decode steps", 100 * result.pure_decodes / steps, "%"),
+        Row("unchanged_share", "pure decode and no row changed", 100 * result.unchanged / steps, "%"),
+    )
+
+
+def _decision_rows(result: RunResult) -> tuple[Row, ...]:
+    steps = max(result.steps, 1)
+    rows = [
+        Row(
+            action,
+            action,
+            result.actions[action],
+            note=f"{100 * result.actions[action] / steps:.1f}% of steps",
+        )
+        for action in ("nothing", "copy", "launch", "deferred")
+    ]
+    return (
+        *rows,
+        Row("replays", "of these, replayed graphs", result.replays),
+        Row("nothing_share", "steps with nothing to do", 100 * result.actions["nothing"] / steps, "%"),
+    )
+
+
+def _reason_rows(result: RunResult) -> tuple[Row, ...]:
+    return tuple(
+        Row(f"{action}: {reason}", f"{action}: {reason}", count)
+        for (action, reason), count in sorted(result.reasons.items(), key=lambda item: (item[0][0], -item[1]))
+    )
+
+
+def _cost_rows(result: RunResult) -> tuple[Row, ...]:
+    from mlaplan.runner import percentile
+
+    done = result.operations
+    ratios = result.finish_ratios
+    return (
+        Row("plan_us_p50", "host time of plan(), median", percentile(result.plan_us, 50), "us"),
+        Row("plan_us_p99", "host time of plan(), 99 of 100", percentile(result.plan_us, 99), "us"),
+        Row("launches", "launches", done.launches),
+        Row("copies", "copies", done.copies),
+        Row("bytes_copied", "bytes copied", done.bytes_copied),
+        Row("waits", "waits for the device", done.waits),
+        Row("read_backs", "read-backs", done.read_backs),
+        Row("allocations", "device allocations", done.allocations),
+        Row(
+            "finish_ratio_mean",
+            "finish time over its lower bound, mean",
+            sum(ratios) / len(ratios) if ratios else None,
+        ),
+        Row("finish_ratio_max", "finish time over its lower bound, worst", max(ratios, default=None)),
+    )
+
+
+def _check_rows(result: RunResult) -> tuple[Row, ...]:
+    return (
+        Row("plans", "plans compared with one from nothing", result.plans_checked),
+        Row(
+            "decodes",
+            "decodes compared with dense attention",
+            result.decodes_checked,
+            note=f"{result.decode_rows_checked:,} rows",
+        ),
+        Row("num_differences", "differences", len(result.differences)),
+        Row("passed", "all passed", result.passed),
+        Row("seconds", "wall time", result.seconds, "s"),
+    )
