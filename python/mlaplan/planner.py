@@ -10,7 +10,7 @@ import numpy as np
 
 from mlaplan import _core
 from mlaplan.arguments import check_decode, check_outputs, check_scales, finite
-from mlaplan.backends import make_backend
+from mlaplan.backends import make_backend, partial_capacity
 from mlaplan.batch import Batch, Exact, UpperBound
 from mlaplan.config import PlannerConfig
 from mlaplan.device import Device, make_device
@@ -78,6 +78,10 @@ class Planner:
             raise TypeError(f"config must be a PlannerConfig, not {type(config).__name__}")
         self.device: Device = make_device(device)
         self.backend, self.config = make_backend(config.resolved(self.device.num_cus), self.device)
+        if config.fold not in (None, self.config.fold):
+            raise ValueError(
+                f"fold is {config.fold}, but the {self.backend.name} backend decodes {self.config.fold} planner rows per row"
+            )
         self.params = self.config.params
         sizes = {"num_cus": self.params.num_cus, "fold": self.params.fold}
         self._layouts = [Layout.of(rows, **sizes) for rows in self.config.row_classes]
@@ -328,7 +332,8 @@ class Planner:
 
     def _make_constants(self) -> list[Constants]:
         tiles = self.config.max_rows * self.params.fold
-        partials = tiles + self.params.num_cus - 1
+        # aiter before v0.1.9 views the partials as rows of all heads again.
+        partials = partial_capacity(tiles, self.params.num_cus, multiple=self.params.fold)
         steps = np.arange(tiles + 1, dtype=np.int32)
         shared = (
             self.device.array(steps),

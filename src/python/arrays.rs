@@ -1,4 +1,4 @@
-//! NumPy in and out. Nothing is copied at the boundary: inputs are borrowed, results move.
+//! `NumPy` in and out. Nothing is copied at the boundary: inputs are borrowed, results move.
 
 use numpy::{
     IntoPyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadwriteArray1, PyUntypedArray,
@@ -57,9 +57,8 @@ pub(super) fn freeze_rows(
     columns: usize,
 ) -> PyResult<Bound<'_, PyArray2<i32>>> {
     let rows = values.len() / columns;
-    let array = values.into_pyarray(py).reshape([rows, columns])?;
-    array.try_readwrite()?.make_nonwriteable();
-    Ok(array)
+    // Frozen first: of a view of an array that can be written, NumPy would let the reader lift the flag again.
+    freeze(py, values)?.reshape([rows, columns])
 }
 
 fn cast<'a, 'py>(name: &str, value: &'a Bound<'py, PyAny>) -> PyResult<&'a Bound<'py, PyArray1<i32>>> {

@@ -49,9 +49,9 @@ impl<'py> FromPyObject<'_, 'py> for Number {
 
 impl Number {
     /// As 64 bits.
-    pub(super) fn whole(&self, argument: &str) -> PyResult<i64> {
+    pub(super) fn whole(self, argument: &str) -> PyResult<i64> {
         match self {
-            Self::Whole(number) => Ok(*number),
+            Self::Whole(number) => Ok(number),
             Self::Large(text) => Err(PyValueError::new_err(format!(
                 "{argument} is {text}, must be a number of at most 64 bits"
             ))),
@@ -62,7 +62,7 @@ impl Number {
     }
 
     /// As 32 bits with a sign, the kernels' integers.
-    pub(super) fn int32(&self, argument: &'static str) -> PyResult<i32> {
+    pub(super) fn int32(self, argument: &'static str) -> PyResult<i32> {
         let wide = self.whole(argument)?;
         i32::try_from(wide).map_err(|_| {
             PlanError::Number {
@@ -75,7 +75,7 @@ impl Number {
     }
 
     /// As 32 bits, not negative.
-    pub(super) fn uint32(&self, argument: &'static str) -> PyResult<u32> {
+    pub(super) fn uint32(self, argument: &'static str) -> PyResult<u32> {
         let wide = self.whole(argument)?;
         u32::try_from(wide).map_err(|_| {
             PlanError::Number {
@@ -88,16 +88,16 @@ impl Number {
     }
 
     /// As a count, 0 included.
-    pub(super) fn count(&self, argument: &'static str) -> PyResult<usize> {
+    pub(super) fn count(self, argument: &'static str) -> PyResult<usize> {
         self.at_least(argument, 0)
     }
 
     /// As a count that is not 0.
-    pub(super) fn positive(&self, argument: &'static str) -> PyResult<usize> {
+    pub(super) fn positive(self, argument: &'static str) -> PyResult<usize> {
         self.at_least(argument, 1)
     }
 
-    fn at_least(&self, argument: &'static str, least: i64) -> PyResult<usize> {
+    fn at_least(self, argument: &'static str, least: i64) -> PyResult<usize> {
         let value = self.whole(argument)?;
         usize::try_from(value)
             .ok()

@@ -37,9 +37,18 @@ impl CostTable {
         whole: Number,
         slot: Number,
     ) -> PyResult<Self> {
-        block_tokens.positive("block_tokens")?;
+        let block_tokens = block_tokens.uint32("block_tokens")?;
+        if block_tokens == 0 {
+            let rule = Rule::AtLeast(1);
+            return Err(PlanError::Number {
+                argument: "block_tokens",
+                value: 0,
+                rule,
+            }
+            .into());
+        }
         Ok(Self(Costs {
-            block_tokens: block_tokens.uint32("block_tokens")?,
+            block_tokens,
             block: block.uint32("block")?,
             piece: piece.uint32("piece")?,
             whole: whole.uint32("whole")?,

@@ -1,0 +1,110 @@
+"""Does the plan kernel equal the reference on this GPU? All vectors, then random batches.
+
+    python benches/gpu/check_kernels.py --seconds 200
+
+Batches are drawn by `tests/kernels/plan_cases.py`. Every word of the plan's arrays is compared, guard words
+between them included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(_REPOSITORY / "python"), str(_REPOSITORY / "tests" / "kernels")]
+
+from plan_cases import (  # noqa: E402
+    Arena,
+    Case,
+    golden_cases,
+    golden_difference,
+    golden_vectors,
+    random_case,
+    stale_starts,
+    wild_case,
+)
+
+from mlaplan.kernels.plan import plan  # noqa: E402
+
+# One code is compiled per block size, fold and handling of empty rows, so a few classes stand for all.
+_CLASSES = (64, 512, 4096)
+
+
+def run(case: Case) -> Any:
+    """All words of the arena after one launch."""
+    arena = Arena(case.num_rows, case.params)
+    words = torch.from_numpy(arena.words).cuda()
+    query_start_loc = torch.from_numpy(case.query_start_loc).cuda()
+    seq_lens = torch.from_numpy(case.seq_lens).cuda()
+    plan(query_start_loc, seq_lens, arena.views(words), case.params)
+    return words.cpu().numpy()
+
+
+def check(case: Case) -> None:
+    difference = Arena(case.num_rows, case.params).difference(case, run(case))
+    assert not difference, difference
+
+
+def check_vectors(shared: Path) -> int:
+    """Compares with every reference vector; returns how many plans that were."""
+    plans = 0
+    for vector in golden_vectors(shared):
+        for case, wanted in golden_cases(vector):
+            words = run(case)
+            arena = Arena(case.num_rows, case.params)
+            assert not golden_difference(vector, arena.views(words), wanted), case.name
+            check(case)
+            plans += 1
+    return plans
+
+
+def random_batch(rng: np.random.Generator, number: int) -> Case:
+    """A batch whose rows lie anywhere below one of the classes; every tenth is wild."""
+    num_rows = _CLASSES[number % len(_CLASSES)]
+    live = max(1, int(num_rows ** rng.uniform(0.2, 1.0)))
+    case = wild_case(rng, max_rows=num_rows) if number % 10 == 9 else random_case(rng, max_rows=live)
+    params = case.params if num_rows == _CLASSES[1] else replace(case.params, empty_rows="skip", variant="parallel")
+    return replace(case, name=f"batch {number}", num_rows=num_rows, params=params)
+
+
+def check_random(seconds: float, seed: int) -> int:
+    """Compares random batches until the time is up; returns how many."""
+    rng = np.random.default_rng(seed)
+    for case in stale_starts():
+        check(case)
+    end, number = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        check(random_batch(rng, number))
+        number += 1
+        if number % 1000 == 0:
+            print(f"{number} random batches", flush=True)
+    return number
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="time for random batches")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--shared", type=Path, default=_REPOSITORY.parent / "shared")
+    given = parser.parse_args()
+    folder = given.shared if given.shared.is_dir() else _REPOSITORY / "shared"
+    results = []
+    if (folder / "golden").is_dir():
+        results.append(f"reference vectors: {check_vectors(folder)} plans, 0 differences")
+    else:
+        results.append(f"reference vectors: not checked, no folder {folder / 'golden'}")
+    results.append(f"random batches: {check_random(given.seconds, given.seed)}, 0 differences, seed {given.seed}")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    print("\n".join(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""What the GPU scripts share: the machine's description, timers, and the results file."""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import importlib.util
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import triton
+
+import mlaplan
+from mlaplan import _core
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """Returns a parser with the options that every script has."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--out", type=Path, help="folder for the results file")
+    made.add_argument("--seed", type=int, default=0)
+    return made
+
+
+def refuse_debug() -> None:
+    """Stops where the extension was built for debugging: its times say nothing."""
+    if _core.build_profile != "release":
+        sys.exit(f"mlaplan._core is a {_core.build_profile} build: build a release wheel before timing")
+
+
+def plugin(path: str | None) -> ModuleType | None:
+    """Loads a peer from a file, so that what it is need not be in this repository."""
+    if path is None:
+        return None
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None:
+        sys.exit(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def machine() -> str:
+    """Says what runs this: GPU, driver-side runtime, versions."""
+    return (
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, "
+        f"Python {platform.python_version()}, mlaplan {mlaplan.__version__}"
+    )
+
+
+def host_us(call: Callable[[], object], *, repeats: int = 300, warm: int = 30) -> float:
+    """Median wall time of a call in microseconds, with an idle device each time."""
+    for _ in range(warm):
+        call()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    torch.cuda.synchronize()
+    return 1e6 * statistics.median(times)
+
+
+def graph_us(call: Callable[[], object], *, nodes: int = 20, repeats: int = 30, flush: bool = False) -> float:
+    """Median device time of a call in microseconds, as one of several nodes of a replayed graph.
+
+    Args:
+        call: What to capture; it must have no effect that the next one of it could not repeat.
+        nodes: How often the graph holds it.
+        repeats: Replays.
+        flush: Write over the L2 cache before each call, and take the time of that off again.
+    """
+    scratch = torch.empty(96 << 20, dtype=torch.uint8, device="cuda") if flush else None
+
+    def captured(*, with_call: bool) -> float:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(nodes):
+                if scratch is not None:
+                    scratch.zero_()
+                if with_call:
+                    call()
+        times = []
+        for _ in range(repeats + 3):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(1e3 * begin.elapsed_time(end) / nodes)
+        return statistics.median(times[3:])
+
+    return captured(with_call=True) - (captured(with_call=False) if scratch is not None else 0.0)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Returns a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def publish(name: str, text: str, out: Path | None) -> None:
+    """Prints results and writes them into a dated file that says how they came about."""
+    day = dt.datetime.now(tz=dt.timezone.utc).date().isoformat()
+    arguments = list(sys.argv[1:])
+    if "--out" in arguments:
+        at = arguments.index("--out")
+        del arguments[at : at + 2]
+    command = " ".join(["python", f"benches/gpu/{Path(sys.argv[0]).name}", *arguments])
+    document = f"# {name}, {day}\n\n{machine()}. Made by `{command}`.\n\n{text}\n"
+    print(document)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{day}-{Path(sys.argv[0]).stem.replace('_', '-')}.md").write_text(document)

@@ -1,0 +1,177 @@
+"""What planning costs: the plan node in a graph, and `plan()` in each mode beside a straightforward builder.
+
+The straightforward builder is a plug-in (`--peer FILE`): a module with `Seed(max_tokens, topk, device, launch)`, whose
+`build(batch)` makes the same rows with NumPy and torch, and `batch(requests, tokens, context, device)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from common import graph_us, host_us, parser, plugin, publish, refuse_debug, table
+
+import mlaplan
+
+ROWS = (1, 8, 64, 256, 512, 1024, 4096)
+BATCHES = ((1, 1, 5000), (64, 1, 5000), (128, 4, 5000), (256, 1, 5000), (256, 1, 700), (512, 4, 9000))
+
+
+def decode_batch(requests: int, tokens: int, lengths: np.ndarray, **more: Any) -> mlaplan.Batch:
+    """A batch of `requests` decodes of `tokens` query tokens, host and device."""
+    boundaries = (np.arange(requests + 1) * tokens).astype(np.int32)
+    return mlaplan.Batch(
+        boundaries,
+        mlaplan.Exact(lengths.astype(np.int32)),
+        device_query_start_loc=torch.from_numpy(boundaries).cuda(),
+        device_seq_lens=torch.from_numpy(lengths.astype(np.int32)).cuda(),
+        **more,
+    )
+
+
+def check(planner: mlaplan.Planner, plan: mlaplan.Plan, batch: mlaplan.Batch) -> None:
+    """Compares a plan with the core's before anything is timed."""
+    lengths = mlaplan.row_lengths(batch.query_start_loc, batch.lengths.seq_lens, planner.params.topk)
+    wanted = mlaplan.schedule(
+        mlaplan.kv_indptr(lengths),
+        num_cus=planner.params.num_cus,
+        max_split_per_batch=mlaplan.max_split_per_batch(
+            int(lengths.max()), topk=planner.params.topk, num_cus=planner.params.num_cus
+        ),
+        fold=planner.params.fold,
+        skip_empty=True,
+    )
+    works = plan.arrays.work_info[: wanted.num_works].cpu().numpy()
+    assert np.array_equal(works, wanted.work_info), "the plan is wrong: not timed"
+
+
+def plan_node(cus: int, seed: int) -> list[list[object]]:
+    """Device time of the plan node, for full rows and for rows of many lengths."""
+    rng = np.random.default_rng(seed)
+    lines = []
+    for rows in ROWS:
+        config = mlaplan.PlannerConfig(max_rows=rows, max_requests=rows, arch=None, num_cus=cus)
+        planner = mlaplan.Planner(config, "cuda")
+        times = []
+        for lengths in (np.full(rows, 5000), rng.integers(1, 4096, rows)):
+            batch = decode_batch(rows, 1, lengths)
+            plan = planner.plan(batch, deferred=True)
+            planner.refresh(plan)
+            check(planner, plan, batch)
+            device, arrays, params = planner.device, plan.arrays, planner.params
+
+            def node(batch=batch, device=device, arrays=arrays, params=params) -> None:
+                device.plan(batch.device_query_start_loc, batch.device_seq_lens, arrays, params)
+
+            times.append(graph_us(node))
+        lines.append([rows, cus, *(f"{value:.2f}" for value in times)])
+    return lines
+
+
+def host_modes(peer: Any) -> list[list[object]]:
+    """Host time of `plan()` by what there is to do."""
+    lines = []
+    for requests, tokens, context in BATCHES:
+        rows = requests * tokens
+        config = mlaplan.PlannerConfig(max_rows=8192, max_requests=1024, arch=None, num_cus=304)
+        planner = mlaplan.Planner(config, "cuda")
+        same = decode_batch(requests, tokens, np.full(requests, context))
+        changed = [decode_batch(requests, tokens, np.full(requests, 100 + step)) for step in range(2)]
+        unknown = mlaplan.Batch(same.query_start_loc, None, device_query_start_loc=same.device_query_start_loc,
+                                device_seq_lens=same.device_seq_lens)  # fmt: skip
+        check(planner, planner.plan(changed[0]), changed[0])
+        check(planner, planner.plan(unknown), same)
+        planner.plan(same)
+        nothing = host_us(lambda: planner.plan(same))
+        step = iter(range(1_000_000))
+        copy = host_us(lambda: planner.plan(changed[next(step) % 2]))
+        launch = host_us(lambda: planner.plan(unknown))
+        deferred = host_us(lambda: planner.plan(unknown, deferred=True))
+        assert planner.stats.read_backs == 0
+        line: list[object] = [
+            f"{requests} x {tokens}, {context}",
+            *(f"{t:.1f}" for t in (nothing, copy, launch, deferred)),
+        ]
+        if peer is not None:
+            builder = peer.Seed(8192, 2048, "cuda", None)
+            peer_batch = peer.batch(requests, tokens, context, "cuda")
+            hit = host_us(lambda: builder.build(peer_batch))
+
+            def miss() -> None:
+                builder.key = None
+                builder.build(peer_batch)
+
+            missed = host_us(miss)
+            line += [
+                f"{hit:.0f}",
+                f"{missed:.0f}",
+                f"{hit / nothing:.0f}x",
+                f"{missed / copy:.1f}x",
+                f"{missed / launch:.1f}x",
+            ]
+        lines.append([*line, rows])
+    return lines
+
+
+def behind_busy() -> list[list[object]]:
+    """Host time of `plan()` behind five queued matrix products, against an idle device."""
+    import time
+
+    square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    config = mlaplan.PlannerConfig(max_rows=8192, max_requests=1024, arch=None, num_cus=304)
+    planner = mlaplan.Planner(config, "cuda")
+    changed = [decode_batch(256, 1, np.full(256, 100 + step)) for step in range(2)]
+    unknown = mlaplan.Batch(changed[0].query_start_loc, None, device_query_start_loc=changed[0].device_query_start_loc,
+                            device_seq_lens=changed[0].device_seq_lens)  # fmt: skip
+    calls = {
+        "copy": lambda step: planner.plan(changed[step % 2]),
+        "launch": lambda _step: planner.plan(unknown),
+        "deferred": lambda _step: planner.plan(unknown, deferred=True),
+    }
+    lines = []
+    for name, call in calls.items():
+        # The same work on the host before each, so that only the device's being busy differs.
+        line: list[object] = [name]
+        for waits in (True, False):
+            times = []
+            for step in range(40):
+                for _ in range(5):
+                    square @ square
+                if waits:
+                    torch.cuda.synchronize()
+                begin = time.perf_counter()
+                call(step)
+                times.append(1e6 * (time.perf_counter() - begin))
+                torch.cuda.synchronize()
+            line.append(f"{sorted(times)[20]:.1f}")
+        lines.append(line)
+    return lines
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--peer", help="file of the straightforward builder")
+    arguments = options.parse_args()
+    refuse_debug()
+    peer = plugin(arguments.peer)
+    node = [line for cus in (304, 256) for line in plan_node(cus, arguments.seed)]
+    modes = host_modes(peer)
+    header = ["requests x tokens, context", "nothing", "copy", "launch", "deferred"]
+    if peer is not None:
+        header += ["peer hit", "peer miss", "hit / nothing", "miss / copy", "miss / launch"]
+    text = "\n\n".join(
+        [
+            "Device time of the plan node in us, one of twenty nodes of a replayed graph:",
+            table(["rows", "CUs", "full rows", "mixed rows"], node),
+            "Host time of `plan()` in us, median, idle device:",
+            table([*header, "rows"], modes),
+            "Host time of `plan()` in us behind five queued 8192^3 products, 256 requests:",
+            table(["action", "idle", "busy"], behind_busy()),
+        ]
+    )
+    publish("Cost of planning", text, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
