@@ -80,7 +80,7 @@ class Planner:
         self.backend, self.config = make_backend(config.resolved(self.device.num_cus), self.device)
         if config.fold not in (None, self.config.fold):
             raise ValueError(
-                f"fold is {config.fold}, but the {self.backend.name} backend decodes {self.config.fold} planner rows per row"
+                f"fold is {config.fold}, but backend {self.backend.name!r} takes {self.config.fold} planner rows a row"
             )
         self.params = self.config.params
         sizes = {"num_cus": self.params.num_cus, "fold": self.params.fold}

@@ -69,8 +69,15 @@ def config(**change: Any) -> Any:
 
 
 LAYOUT = Layout.of(8, num_cus=4, fold=1)
-STEP: dict[str, Any] = {"max_requests": 4, "topk": 16, "num_cus": 4, "fold": 1, "split_budget": None, "min_tokens_per_split": 4,
-        "classes": [(8, LAYOUT.offsets, LAYOUT.words)]}  # fmt: skip
+STEP: dict[str, Any] = {
+    "max_requests": 4,
+    "topk": 16,
+    "num_cus": 4,
+    "fold": 1,
+    "split_budget": None,
+    "min_tokens_per_split": 4,
+    "classes": [(8, LAYOUT.offsets, LAYOUT.words)],
+}
 
 
 def step(**change: Any) -> Any:

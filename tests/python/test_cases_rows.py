@@ -181,9 +181,11 @@ def calls_of_a_plan(num_requests: int) -> int:
 
     gc.disable()  # whose callbacks are calls as well
     sys.setprofile(count)
-    made.plan(batches[1])
-    sys.setprofile(None)
-    gc.enable()
+    try:
+        made.plan(batches[1])
+    finally:
+        sys.setprofile(None)
+        gc.enable()
     return calls
 
 

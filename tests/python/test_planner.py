@@ -433,3 +433,22 @@ def test_a_planner_holds_what_the_last_of_many_plans_said() -> None:
     plans = [made.plan(batch([1], [seq_len], on_device=True)) for seq_len in range(1, 12)]
     assert held(plans[0]).kv_indptr.tolist() == [0, 11]  # a plan is a view: stale ones show the newest
     assert sum(plan.generation == made._generation for plan in plans) == 1
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "wanted"),
+    [
+        ([1], [127], 1),
+        ([2], [256], 2),
+        ([200], [200], 1),
+        ([1, 300], [7, 300], 2),
+        ([4, 1], [383, 384], 4),
+        ([1], [9000], 16),
+    ],
+)
+def test_the_budget_goes_by_the_longest_row(query_lens: list[int], seq_lens: list[int], wanted: int) -> None:
+    made = planner(topk=2048, num_cus=304, max_rows=512)
+    plan = made.plan(batch(query_lens, seq_lens))
+    longest = max(definition(query_lens, seq_lens, 2048)[1])
+    assert plan.split_budget == wanted == mlaplan.max_split_per_batch(longest, topk=2048, num_cus=304)
+    assert_holds(plan, query_lens, seq_lens)

@@ -1,0 +1,142 @@
+"""Every kernel compiles for AMD GPUs without one, within limits, and once for batches of any size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+triton = pytest.importorskip("triton")
+
+import offline_launches as launches
+from offline import LDS_BYTES, compile_amd, compile_for, key_of, stray_scalar_loads, usage
+from offline_launches import BF16_TYPES, FP8, fp8_type
+from triton import language as tl
+
+from mlaplan.kernels.launch import Launch
+from mlaplan.layout import PlanParams
+
+_ARCHS = ("gfx942", "gfx950")
+_CU_COUNT = {"gfx942": 304, "gfx950": 256}
+_MOST_VGPRS = 512  # of a lane, accumulation registers included
+
+
+def _check_limits(compiled: Any, arch: str) -> None:
+    used = usage(compiled)
+    assert used.lds_bytes <= LDS_BYTES[arch], used
+    assert used.vgprs <= _MOST_VGPRS, used
+    assert (used.scratch_bytes, used.vgpr_spills, used.sgpr_spills) == (0, 0, 0), used
+
+
+@pytest.mark.parametrize("arch", _ARCHS)
+@pytest.mark.parametrize(
+    ("num_rows", "fold", "empty_rows", "variant"),
+    [
+        (1, 1, "skip", "parallel"),
+        (64, 1, "skip", "parallel"),
+        (1024, 4, "skip", "parallel"),
+        (16384, 8, "skip", "parallel"),
+        (256, 1, "aiter", "parallel"),
+        (256, 8, "aiter", "serial"),
+    ],
+)
+def test_plan(arch: str, num_rows: int, fold: int, empty_rows: str, variant: str) -> None:
+    """No scalar load reads `query_start_loc` or `seq_lens`: none reads anything but the arguments."""
+    params = PlanParams(topk=2048, num_cus=_CU_COUNT[arch], fold=fold, empty_rows=empty_rows, variant=variant)
+    compiled = compile_amd(launches.plan(num_rows, 60, params), arch)
+    _check_limits(compiled, arch)
+    assert stray_scalar_loads(compiled.asm["amdgcn"]) == []
+
+
+@pytest.mark.parametrize("arch", _ARCHS)
+def test_slots(arch: str) -> None:
+    _check_limits(compile_amd(launches.slots(64, 60), arch), arch)
+
+
+@pytest.mark.parametrize("arch", _ARCHS)
+@pytest.mark.parametrize(("heads", "fold"), [(8, 1), (16, 1), (128, 1), (128, 8)])
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp8"])
+def test_decode(arch: str, heads: int, fold: int, kind: str) -> None:
+    types = {} if kind == "fp16" else dict(BF16_TYPES)
+    dtypes: dict[str, Any] = {"dtype": np.float16, "kv_dtype": np.float16} if kind == "fp16" else {}
+    if kind == "fp8":
+        types["kv_cache_ptr"] = fp8_type(arch)
+        dtypes["kv_dtype"] = FP8
+    _check_limits(compile_amd(launches.decode(8, heads, fold, **dtypes), arch, types), arch)
+
+
+@pytest.mark.parametrize("arch", _ARCHS)
+@pytest.mark.parametrize("group", [8, 16, 128])
+def test_merge(arch: str, group: int) -> None:
+    _check_limits(compile_amd(launches.merge(8, group), arch, BF16_TYPES), arch)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scalar_load_kernel(in_ptr, out_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, N803
+    tl.store(out_ptr + tl.arange(0, BLOCK), tl.load(in_ptr))
+
+
+@pytest.mark.parametrize("arch", _ARCHS)
+def test_a_scalar_load_of_an_input_would_be_seen(arch: str) -> None:
+    arrays = np.empty(4, np.int32), np.empty(256, np.int32)
+    launch = Launch(_scalar_load_kernel, (1,), arrays, {"BLOCK": 256}, {"num_warps": 4})
+    assert stray_scalar_loads(compile_amd(launch, arch).asm["amdgcn"]) != []
+
+
+def test_an_overwritten_argument_pointer_would_be_seen() -> None:
+    head = "\t.amdhsa_user_sgpr_kernarg_segment_ptr 1\n\ts_load_dwordx2 s[4:5], s[0:1], 0x0\n"
+    assert stray_scalar_loads(head) == []
+    assert stray_scalar_loads(head + "\ts_add_u32 s1, s4, s5\n\ts_load_dword s6, s[0:1], 0x0\n") != []
+    assert stray_scalar_loads(head + "\ts_buffer_load_dword s6, s[8:11], 0x0\n") != []
+
+
+def test_sizes_that_change_per_batch_change_no_code() -> None:
+    """Sizes of 1, of multiples of 16 and others, which Triton would compile for apart if it could."""
+    sizes = (1, 3, 16, 40, 48, 100)
+    params = [PlanParams(topk=topk, num_cus=cus, split_budget=b) for topk, cus, b in ((16, 16, 1), (100, 7, None))]
+    groups = {
+        "plan": [launches.plan(33 + rows % 32, rows, params[rows % 2]) for rows in sizes],
+        "slots": [launches.slots(rows, rows, width=rows) for rows in sizes],
+        "decode": [launches.decode(rows, 16, pool=rows, partials=rows) for rows in sizes],
+        "merge": [launches.merge(rows, 16, partials=rows) for rows in sizes],
+    }
+    for name, group in groups.items():
+        keys = [key_of(launch, BF16_TYPES) for launch in group]
+        assert all(key == keys[0] for key in keys), name
+
+
+@pytest.mark.gpu
+def test_batches_of_any_size_are_compiled_once(rng: np.random.Generator) -> None:
+    """The same, counted: what Triton keeps for the kernel does not grow."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA or ROCm device: compilations were not counted")
+    from plan_cases import Arena
+
+    from mlaplan.kernels import plan as module
+
+    counts = []
+    for requests in (1, 2, 16, 17, 32, 64):
+        params = PlanParams(topk=2048, num_cus=int(rng.integers(20, 305)), split_budget=requests)
+        words = torch.from_numpy(Arena(64, params).words).cuda()
+        # Slices, so that the inputs start at addresses of any alignment.
+        starts = torch.arange(requests + 2, dtype=torch.int32, device="cuda")[1:]
+        lengths = torch.full((requests + 1,), 900, dtype=torch.int32, device="cuda")[1:]
+        module.plan(starts, lengths, Arena(64, params).views(words), params)
+        cache = module._plan_kernel.device_caches[torch.cuda.current_device()][0]
+        counts.append(len(cache))
+    assert counts[0] == counts[-1], counts
+
+
+@pytest.mark.parametrize(("heads", "kv_dtype"), [(16, None), (16, FP8), (32, None), (128, None), (128, FP8)])
+def test_decode_fits_a_hopper_gpu(heads: int, kv_dtype: Any) -> None:
+    types, given = dict(BF16_TYPES), {}
+    if kv_dtype is not None:
+        types["kv_cache_ptr"], given["kv_dtype"] = "*fp8e4nv", kv_dtype
+    compiled = compile_for(
+        launches.decode(8, heads, backend="cuda", **given),
+        triton.backends.compiler.GPUTarget("cuda", 90, 32),
+        types,
+    )
+    assert compiled.metadata.shared <= 227 * 1024

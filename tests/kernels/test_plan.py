@@ -1,0 +1,196 @@
+"""The plan kernel equals the reference, word for word, and touches nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from plan_cases import (
+    Arena,
+    Case,
+    golden_cases,
+    golden_difference,
+    golden_vectors,
+    random_case,
+    stale_starts,
+    wild_case,
+)
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from mlaplan.kernels.plan import plan
+from mlaplan.layout import PlanArrays, PlanParams
+
+# Large enough for several blocks of the kernel, of 1024 rows at most.
+_SEVERAL_BLOCKS = 1500
+
+
+class Runner:
+    """Runs the kernel between guard bands on one device."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+
+    def words(self, case: Case) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """All words of the arena after the launch."""
+        arena = Arena(case.num_rows, case.params)
+        words = torch.from_numpy(arena.words).to(self._device)
+        query_start_loc = torch.from_numpy(case.query_start_loc).to(self._device)
+        seq_lens = torch.from_numpy(case.seq_lens).to(self._device)
+        plan(query_start_loc, seq_lens, arena.views(words), case.params)
+        result: np.ndarray[Any, np.dtype[np.int32]] = words.cpu().numpy()
+        return result
+
+    def check(self, case: Case) -> None:
+        assert not Arena(case.num_rows, case.params).difference(case, self.words(case))
+
+
+@pytest.fixture
+def runner(device: str) -> Runner:
+    return Runner(device)
+
+
+@pytest.mark.interpret
+def test_random_batches_interpreted(runner: Runner, rng: np.random.Generator) -> None:
+    for _ in range(40):
+        runner.check(random_case(rng, max_rows=60))
+
+
+@pytest.mark.interpret
+def test_wild_inputs_interpreted(runner: Runner, rng: np.random.Generator) -> None:
+    for case in stale_starts(64):
+        runner.check(case)
+    for _ in range(30):
+        runner.check(wild_case(rng, max_rows=60))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("empty_rows", ["skip", "aiter"])
+def test_several_blocks_interpreted(runner: Runner, rng: np.random.Generator, empty_rows: str) -> None:
+    """More requests than a block, one that spans two, and live rows that end inside the second."""
+    queries = rng.integers(0, 2, 1300)
+    queries[100] = 500
+    seq_lens = np.maximum(queries, rng.integers(0, 700, queries.size))
+    seq_lens[rng.random(queries.size) < 0.1] = 0
+    case = Case(
+        "several blocks",
+        np.concatenate(([0], np.cumsum(queries))).astype(np.int32),
+        seq_lens.astype(np.int32),
+        _SEVERAL_BLOCKS,
+        PlanParams(topk=512, num_cus=304, empty_rows=empty_rows, variant="serial"),
+    )
+    runner.check(case)
+
+
+@pytest.mark.interpret
+def test_reference_vectors_interpreted(runner: Runner, shared: Path) -> None:
+    """The small reference vectors; the compiled kernel is compared with all of them."""
+    vectors = [vector for vector in golden_vectors(shared) if vector["qk_batch_ratio"] * len(vector["kv_indptr"]) < 40]
+    assert len(vectors) >= 40
+    _check_vectors(runner, vectors[::2])
+
+
+@pytest.mark.interpret
+def test_a_difference_would_be_seen(runner: Runner, rng: np.random.Generator) -> None:
+    """Every word of the arena is compared: changing any one of them is noticed."""
+    case = random_case(rng, max_rows=20)
+    words = runner.words(case)
+    arena = Arena(case.num_rows, case.params)
+    assert not arena.difference(case, words)
+    for at in range(words.size):
+        words[at] += 1
+        assert arena.difference(case, words)
+        words[at] -= 1
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fold": 2}, "reduce_indptr has shape"),
+        ({"num_cus": 5}, "work_indptr has shape"),
+        ({"variant": "both"}, "variant is 'both'"),
+        ({"empty_rows": "keep"}, "empty_rows is 'keep'"),
+        ({"split_budget": 0}, "split_budget is 0"),
+        ({"topk": 0}, "topk is 0"),
+        ({"topk": 1 << 29}, "topk is 536870912"),
+    ],
+)
+def test_refusals_write_nothing(change: dict[str, Any], message: str) -> None:
+    params = PlanParams(topk=64, num_cus=4)
+    words = torch.from_numpy(Arena(8, params).words)
+    before = words.clone()
+    inputs = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        plan(*inputs, Arena(8, params).views(words), replace(params, **change))
+    with pytest.raises(ValueError, match="query_start_loc has shape"):
+        plan(inputs[0][:2], inputs[1], Arena(8, params).views(words), params)
+    assert torch.equal(words, before)
+
+
+@pytest.mark.gpu
+def test_random_batches(runner: Runner, rng: np.random.Generator) -> None:
+    for _ in range(300):
+        runner.check(random_case(rng, max_rows=int(rng.choice([4, 64, 300, 2000]))))
+
+
+@pytest.mark.gpu
+def test_wild_inputs(runner: Runner, rng: np.random.Generator) -> None:
+    for case in stale_starts():
+        runner.check(case)
+    for _ in range(300):
+        runner.check(wild_case(rng, max_rows=int(rng.choice([4, 64, 2000]))))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fold", [1, 8])
+def test_as_many_rows_as_a_plan_may_have(runner: Runner, rng: np.random.Generator, fold: int) -> None:
+    params = PlanParams(topk=2048, num_cus=304, fold=fold)
+    seq_lens = rng.integers(1, 5000, 16384).astype(np.int32)
+    runner.check(Case("full", np.arange(16385, dtype=np.int32), seq_lens, 16384, params))
+
+
+@pytest.mark.gpu
+def test_reference_vectors(runner: Runner, shared: Path) -> None:
+    _check_vectors(runner, golden_vectors(shared))
+
+
+@pytest.mark.gpu
+def test_replay_is_a_plan_of_what_the_device_holds(device: str, rng: np.random.Generator) -> None:
+    """One capture, replayed for other boundaries and lengths, stale and wild ones between good ones."""
+    params = PlanParams(topk=2048, num_cus=304)
+    num_rows, num_requests = 256, 40
+    arena = Arena(num_rows, params)
+    words = torch.from_numpy(arena.words).to(device)
+    starts = torch.zeros(num_requests + 1, dtype=torch.int32, device=device)
+    lengths = torch.zeros(num_requests, dtype=torch.int32, device=device)
+    arrays: PlanArrays = arena.views(words)
+    plan(starts, lengths, arrays, params)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan(starts, lengths, arrays, params)
+    for step in range(200):
+        queries = rng.integers(0, 9, num_requests)
+        host_starts = np.concatenate(([0], np.cumsum(queries))).astype(np.int32)
+        if step % 7 == 0:
+            host_starts = rng.permutation(host_starts)
+        host_lengths = rng.integers(0, 5000, num_requests).astype(np.int32)
+        starts.copy_(torch.from_numpy(host_starts))
+        lengths.copy_(torch.from_numpy(host_lengths))
+        words.copy_(torch.from_numpy(arena.words))
+        graph.replay()
+        case = Case(f"step {step}", host_starts, host_lengths, num_rows, params)
+        assert not arena.difference(case, words.cpu().numpy())
+
+
+def _check_vectors(runner: Runner, vectors: list[dict[str, Any]]) -> None:
+    for vector in vectors:
+        for case, wanted in golden_cases(vector):
+            words = runner.words(case)
+            arena = Arena(case.num_rows, case.params)
+            assert not golden_difference(vector, arena.views(words), wanted), case.name
+            assert not arena.difference(case, words)
