@@ -27,6 +27,11 @@ DEVELOP := VIRTUAL_ENV=$(CURDIR)/.venv PATH=$(dir $(UV)):$$PATH $(BIN)/maturin d
 RUST_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find src -name '*.rs')
 PYTHON_SOURCES := README.md LICENSE $(shell find python -name '*.py' -o -name '*.pyi')
 
+# vLLM releases that the adapter is run against. 0.33 has no package for CPUs: its Python files run from the main one.
+VLLM_RELEASES ?= 0.30.0 0.31.0 0.32.0 0.33.0
+VLLM_STEPS ?= 5000
+VLLM_PYTHON ?= $(PYTHON)
+
 # Release code with the checks of a debug build: an overflow or a broken debug_assert fails a test, and the
 # hundred thousand steps of the stateful tests still pass in seconds.
 CI_PROFILE := --profile ci --locked
@@ -34,7 +39,8 @@ CI_PROFILE := --profile ci --locked
 # needs a process in which Triton interprets; tests/kernels/test_interpreter.py makes one and runs them all.
 FRESH := not (amd or gpu or interpret or slow or vllm)
 
-.PHONY: help run test test-rust test-python lint lint-rust lint-python fmt bench bench-smoke wheel package lock \
+.PRECIOUS: .venv-vllm-%/.lock .venv-vllm-%/.mlaplan
+.PHONY: help run test test-rust test-python test-gpu test-amd test-vllm lint lint-rust lint-python fmt bench bench-smoke wheel package lock \
 	clean ci
 
 help: ## list the targets
@@ -50,6 +56,17 @@ test-rust: ## unit, property and doc tests of the crate
 
 test-python: .venv/.mlaplan ## pytest against the extension (PYTEST_ARGS='-k schedule')
 	$(BIN)/pytest -n $(JOBS) --dist worksteal --durations 10 -m "$(FRESH)" $(PYTEST_ARGS)
+
+test-gpu: .venv/.mlaplan ## tests that need a CUDA or ROCm device
+	$(BIN)/pytest -m gpu tests/gpu tests/kernels $(PYTEST_ARGS)
+
+test-amd: .venv/.mlaplan ## our kernels and aiter's as gfx942 and gfx950 code, emulated (TINYGRAD=.. AITER_HSA=..)
+	$(BIN)/pytest -m amd tests/amd $(PYTEST_ARGS)
+
+test-vllm: $(VLLM_RELEASES:%=test-vllm-%) ## the adapter beside vLLM's builder (VLLM_RELEASES=0.32.0 VLLM_STEPS=300)
+
+test-vllm-%: .venv-vllm-%/.mlaplan
+	MLAPLAN_VLLM_STEPS=$(VLLM_STEPS) .venv-vllm-$*/bin/pytest tests/vllm $(PYTEST_ARGS)
 
 lint: lint-rust lint-python ## formatting, lints, types, stubs and docs; changes nothing
 
@@ -99,9 +116,11 @@ lock: ## resolve requirements/*.in anew
 		$(UV) pip compile --quiet --upgrade --universal --python-version 3.10 --generate-hashes --no-emit-index-url \
 			--custom-compile-command "make lock" requirements/$$name.in --output-file requirements/$$name.txt; \
 	done
+	$(UV) pip compile --quiet --upgrade --python-version 3.11 --python-platform x86_64-manylinux_2_28 --generate-hashes \
+		--no-emit-index-url --custom-compile-command "make lock" requirements/vllm.in --output-file requirements/vllm.txt
 
 clean: ## remove build outputs and environments
-	rm -rf target dist .venv .venv-run .venv-uv .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf target dist .venv .venv-run .venv-uv .venv-vllm-* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find python -name '*.so' -delete
 
 ci: ## what CI runs
@@ -126,6 +145,16 @@ $(CURDIR)/.venv-uv/bin/uv: requirements/uv.txt
 .venv/.lock: requirements/dev.txt $(UV)
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv
 	$(UV) pip sync --quiet --python .venv/bin/python --require-hashes requirements/dev.txt
+	touch $@
+
+.venv-vllm-%/.lock: requirements/vllm.txt requirements/vllm-%.txt $(UV)
+	$(UV) venv --quiet --allow-existing --python $(VLLM_PYTHON) .venv-vllm-$*
+	$(UV) pip sync --quiet --python .venv-vllm-$*/bin/python --require-hashes \
+		requirements/vllm.txt requirements/vllm-$*.txt
+	touch $@
+
+.venv-vllm-%/.mlaplan: .venv-vllm-%/.lock .venv-run/.mlaplan
+	$(UV) pip install --quiet --python .venv-vllm-$*/bin/python --no-deps --reinstall target/run-wheel/*.whl
 	touch $@
 
 .venv/.mlaplan: .venv/.lock $(RUST_SOURCES)

@@ -196,6 +196,21 @@ class Planner:
         self._generation += 1
         self._launch(plan)
 
+    def remake(self, plan: Plan) -> None:
+        """Makes a plan again from what the device's arrays hold now, whatever the buffers hold.
+
+        For lengths that the device changed itself, as between two draft steps: one launch, or one more node of the
+        graph being captured.
+
+        Args:
+            plan: A plan of this planner with device arrays.
+
+        Raises:
+            ValueError: As `refresh`.
+        """
+        plan.generation, plan.captured = -1, None
+        self.refresh(plan)
+
     def decode(  # noqa: PLR0913 - the arrays of a decode, each with a name of its own
         self,
         plan: Plan,
