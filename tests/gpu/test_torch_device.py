@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import warnings
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -79,6 +82,17 @@ def steps(planner: mlaplan.Planner, pool: list[mlaplan.Batch], count: int, rng: 
     return taken
 
 
+@contextlib.contextmanager
+def read_backs_are_errors() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_ten_thousand_steps_read_nothing_back_and_allocate_nothing(rng: np.random.Generator) -> None:
     planner = mlaplan.Planner(config(), "cuda")
     pool = [batch(rng, known=known) for known in [True] * 30 + [False] * 10]
@@ -88,11 +102,8 @@ def test_ten_thousand_steps_read_nothing_back_and_allocate_nothing(rng: np.rando
     addresses = [[array.data_ptr() for array in arrays] for arrays in planner._arrays]
     allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
     mine = planner.stats.allocations
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with read_backs_are_errors():
         taken = steps(planner, pool, 10_000, rng)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert taken == {"nothing", "copy", "launch", "deferred"}
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
     assert planner.stats.allocations == mine
@@ -104,12 +115,8 @@ def test_the_watch_over_read_backs_and_allocations_sees_them(rng: np.random.Gene
     planner = mlaplan.Planner(config(), "cuda")
     given = batch(rng)
     plan = planner.plan(given)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with pytest.raises(RuntimeError, match="synchroniz"):
-            planner.device.to_host(plan.arrays.kv_indptr)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with read_backs_are_errors(), pytest.raises(RuntimeError, match="synchroniz"):
+        planner.device.to_host(plan.arrays.kv_indptr)
     allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
     planner.device.allocate(16)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] > allocated
@@ -183,27 +190,22 @@ def test_a_plan_that_two_graphs_hold_is_a_node_of_each(rng: np.random.Generator)
 
 def test_the_runtime_tells_captures_apart(rng: np.random.Generator) -> None:
     planner = mlaplan.Planner(config(), "cuda")
+    inputs = batch(rng, known=False)
+    planner.refresh(planner.plan(inputs, deferred=True))
     assert planner.device.capture() is None
     seen = []
     for _ in range(2):
         with planner.device.record():
             first, again = planner.device.capture(), planner.device.capture()
-            planner.refresh(planner.plan(batch_on_device(), deferred=True))
+            planner.refresh(planner.plan(inputs, deferred=True))
         assert first is not None
         assert first is again
         seen.append(first)
     assert seen[0] is not seen[1]
-    with planner.device.record(), pytest.raises(mlaplan.PlanError, match="captured"):
-        planner.plan(batch(rng, on_device=False))
-
-
-_ON_DEVICE: list[mlaplan.Batch] = []
-
-
-def batch_on_device() -> mlaplan.Batch:
-    if not _ON_DEVICE:
-        _ON_DEVICE.append(batch(np.random.default_rng(3), known=False))
-    return _ON_DEVICE[0]
+    with planner.device.record():
+        planner.refresh(planner.plan(inputs, deferred=True))  # an empty graph draws a warning
+        with pytest.raises(mlaplan.PlanError, match="captured"):
+            planner.plan(batch(rng, on_device=False))
 
 
 def test_arrays_of_the_wrong_kind_are_refused() -> None:

@@ -430,8 +430,7 @@ def plan_launch(query_start_loc: Any, seq_lens: Any, arrays: PlanArrays, params:
         params: What the plan depends on beside the batch.
 
     Raises:
-        ValueError: The shapes do not belong together, or `params` holds something that the kernel cannot
-            plan.
+        ValueError: The shapes do not belong together, or `params` holds what the kernel cannot plan.
     """
     num_rows = arrays.request_ids.shape[0]
     num_requests = seq_lens.shape[0]
@@ -470,8 +469,7 @@ def plan(query_start_loc: Any, seq_lens: Any, arrays: PlanArrays, params: PlanPa
         params: What the plan depends on beside the batch. The caller keeps `P * topk < 2**31`.
 
     Raises:
-        ValueError: The shapes do not belong together, or `params` holds something that the kernel cannot
-            plan.
+        ValueError: The shapes do not belong together, or `params` holds what the kernel cannot plan.
     """
     plan_launch(query_start_loc, seq_lens, arrays, params).run()
 
