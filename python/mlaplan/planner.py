@@ -18,6 +18,8 @@ from mlaplan.layout import Layout, PlanArrays
 from mlaplan.plan import Constants, Plan, Quality
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from mlaplan._types import Int32Array
 
 
@@ -98,6 +100,7 @@ class Planner:
         self._ring = self.device.staging(self.config.staging_slots, self._layouts[-1].words)
         self._arrays = [self._views(layout) for layout in self._layouts]
         self._constants = self._make_constants()
+        self._constants_lost = False
         self._kv_indices: Any = None
         # Number of the last plan that was or may have been written; a plan is held if it bears it.
         self._generation = 0
@@ -271,9 +274,13 @@ class Planner:
         return self.backend.decode(plan, q, kv_cache, kv_indices, scale=scale, out=out, lse=lse, fp8_scales=fp8_scales)
 
     def invalidate(self) -> None:
-        """Forgets what the device holds: call it when the buffers were discarded or written by somebody else."""
+        """Forgets what the device holds: call it when the buffers were discarded or written by somebody else.
+
+        The next plan writes the arrays that never change anew. Not this call, for the memory may not be back yet.
+        """
         self._step.invalidate()
         self._generation += 1
+        self._constants_lost = True
 
     def quality(self, plan: Plan) -> Quality:
         """Finish time and lower bound of a plan; see `Plan.quality`."""
@@ -327,6 +334,8 @@ class Planner:
         plan.generation = self._generation if plan.captured is None else -1
 
     def _finish(self, batch: Batch, decision: _core.Decision, generation: int = -1) -> Plan:
+        if self._constants_lost:
+            self._restore_constants()
         key = decision.key
         self._decisions[key] += 1
         if key not in self._examples:
@@ -345,24 +354,30 @@ class Planner:
         views = zip(layout.offsets, layout.shapes, strict=True)
         return PlanArrays(*(self.device.view(self._arena, offset, shape) for offset, shape in views))
 
-    def _make_constants(self) -> list[Constants]:
+    def _constant_values(self) -> list[npt.NDArray[Any]]:
+        """Host values of the constants that all classes share, then the pointers of each class."""
         tiles = self.config.max_rows * self.params.fold
         # aiter before v0.1.9 views the partials as rows of all heads again.
         partials = partial_capacity(tiles, self.params.num_cus, multiple=self.params.fold)
         steps = np.arange(tiles + 1, dtype=np.int32)
-        shared = (
-            self.device.array(steps),
-            self.device.array(np.ones(tiles, np.int32)),
-            self.device.array(np.stack([steps[:-1], steps[1:]], axis=1)),
-            self.device.array(np.arange(partials, dtype=np.int32)),
-        )
-        return [
-            Constants(*shared, self.device.array(np.array([self._address(a.work_indptr), self._address(a.work_info)],
-            np.uint64))) for a in self._arrays
-        ]  # fmt: skip
+        shared = (steps, np.ones(tiles, np.int32), np.stack([steps[:-1], steps[1:]], axis=1))
+        address = self.device.address
+        pointers = (np.array([address(a.work_indptr), address(a.work_info)], np.uint64) for a in self._arrays)
+        return [*shared, np.arange(partials, dtype=np.int32), *pointers]
 
-    def _address(self, array: Int32Array) -> int:
-        return self.device.address(array)
+    def _make_constants(self) -> list[Constants]:
+        made = (self.device.array(values) for values in self._constant_values())
+        queries, page_lens, final_map, partial_map, *pointers = made
+        return [Constants(queries, page_lens, final_map, partial_map, own) for own in pointers]
+
+    def _restore_constants(self) -> None:
+        """Writes the constants again, once the memory that was lost is there to be written."""
+        if self.device.capture() is not None:
+            return
+        arrays = [*self._constants[0][:-1], *(constants.work_metadata_ptrs for constants in self._constants)]
+        for array, values in zip(arrays, self._constant_values(), strict=True):
+            self.device.store(array, values)
+        self._constants_lost = False
 
     def _check_device_arrays(self, batch: Batch) -> None:
         for name in ("device_query_start_loc", "device_seq_lens"):

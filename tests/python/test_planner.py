@@ -452,3 +452,16 @@ def test_the_budget_goes_by_the_longest_row(query_lens: list[int], seq_lens: lis
     longest = max(definition(query_lens, seq_lens, 2048)[1])
     assert plan.split_budget == wanted == mlaplan.max_split_per_batch(longest, topk=2048, num_cus=304)
     assert_holds(plan, query_lens, seq_lens)
+
+
+def test_memory_that_is_not_back_yet_is_not_written_by_invalidate() -> None:
+    made = planner()
+    made.plan(batch([1], [40]))
+    for array in made._constants[0]:
+        array[...] = 9
+    made.invalidate()
+    assert (made._constants[0].qo_indptr == 9).all()  # only the next plan knows that the memory is there again
+    plan = made.plan(batch([1], [40]))
+    assert plan.constants.qo_indptr[:3].tolist() == [0, 1, 2]
+    assert plan.constants.reduce_final_map[1].tolist() == [1, 2]
+    assert int(plan.constants.work_metadata_ptrs[0]) == plan.arrays.work_indptr.ctypes.data

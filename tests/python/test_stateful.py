@@ -184,7 +184,21 @@ class History:
             self.device.synchronize()
         actual = PlanArrays(*(self.device.to_host(array) for array in plan.arrays))
         expected = from_nothing(qsl, seq_lens, len(actual.request_ids), self.params)
-        return differences(actual, expected)
+        return differences(actual, expected) or self.wrong_constants(plan)
+
+    @staticmethod
+    def wrong_constants(plan: mlaplan.Plan) -> str:
+        held = plan.constants
+        steps = np.arange(len(held.qo_indptr))
+        right: dict[str, Any] = {
+            "qo_indptr": steps,
+            "kv_last_page_lens": np.ones(len(steps) - 1),
+            "reduce_final_map": np.stack([steps[:-1], steps[1:]], axis=1),
+            "reduce_partial_map": np.arange(len(held.reduce_partial_map)),
+            "work_metadata_ptrs": [plan.arrays.work_indptr.ctypes.data, plan.arrays.work_info.ctypes.data],
+        }
+        wrong = [name for name, values in right.items() if not np.array_equal(getattr(held, name), values)]
+        return f"constants {wrong}" if wrong else ""
 
     def discard(self) -> None:
         """Sleep mode: the buffers lose their content."""
@@ -192,6 +206,9 @@ class History:
         for arrays in self.planner._arrays:
             for array in arrays:
                 array[...] = -99
+        for constants in self.planner._constants:
+            for array in constants:
+                array[...] = 99
         self.planner.invalidate()
 
     def refuse(self) -> None:

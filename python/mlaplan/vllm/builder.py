@@ -183,13 +183,16 @@ class PlannedBuilder(ROCMAiterMLASparseMetadataBuilder):
     def _make_views(self, plan: Plan | None, rows: int) -> _Views:
         if plan is None:
             ids, indptr, partials = self.req_id_per_token_buffer, self.paged_kv_indptr, self.qo_indptr
+            queries, last_page_len = self.qo_indptr, self.paged_kv_last_page_len
         else:
             ids, indptr = plan.arrays.request_ids, plan.arrays.kv_indptr
+            # The planner's, because it writes them again after memory was lost.
+            queries, last_page_len = plan.constants.qo_indptr, plan.constants.kv_last_page_lens
             partials = plan.constants.reduce_partial_map
         return _Views(
             req_id_per_token=ids[:rows],
-            qo_indptr=self.qo_indptr[: rows + 1],
-            paged_kv_last_page_len=self.paged_kv_last_page_len[:rows],
+            qo_indptr=queries[: rows + 1],
+            paged_kv_last_page_len=last_page_len[:rows],
             paged_kv_indices=self.paged_kv_indices[: rows * self.topk_tokens],
             paged_kv_indptr=indptr[: rows + 1],
             # aiter allocates its partial outputs by this array's length in every call, and there are never more
