@@ -55,6 +55,11 @@ class TorchHostDevice(HostDevice):
         self.counters.allocations += 1
         return torch.from_numpy(np.array(values))
 
+    def store(self, array: Any, values: npt.NDArray[Any]) -> None:
+        """Writes host values to a tensor."""
+        self.advance(self.submitted)
+        array.copy_(torch.from_numpy(np.ascontiguousarray(values)))
+
     def view(self, buffer: Any, offset: int, shape: tuple[int, ...]) -> Any:
         return buffer[offset : offset + int(np.prod(shape))].view(shape)
 

@@ -175,10 +175,15 @@ class TorchDevice:
             self._launches[key] = (compiled, arrays)
             return
         compiled = known[0]
-        if compiled is None:
-            plan_launch(query_start_loc, seq_lens, arrays, params).run()
-        else:
-            compiled.run(_raw_stream(self._index), query_start_loc, seq_lens)
+        if compiled is not None:
+            try:
+                compiled.run(_raw_stream(self._index), query_start_loc, seq_lens)
+            except TypeError:
+                # Raised before anything is launched, by a Triton whose launcher takes other arguments.
+                self._launches[key] = (None, arrays)
+            else:
+                return
+        plan_launch(query_start_loc, seq_lens, arrays, params).run()
 
     def run(self, op: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """See `Device.run`."""

@@ -118,6 +118,8 @@ def _config(builder: Any, settings: Settings, release: AiterRelease) -> PlannerC
         capture_sizes=tuple(sorted({int(size) for size in sizes if 0 < size <= max_rows})),
         aiter_version=release.release,
         backend="none",
+        # Plans are made on the device, or in the mode classic copied and waited for: there is never more than one copy.
+        staging_slots=2,
         always_rebuild=settings.always_rebuild,
     )
 
