@@ -10,8 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mlaplan import __version__
+from mlaplan.commands import doctor, explain
+from mlaplan.commands.options import UsageError, add_engine_options, scheduler_of
 from mlaplan.report import Row, Section, as_json, progress, render
-from mlaplan.workload import LogError, SchedulerConfig
+from mlaplan.workload import LogError
 
 if TYPE_CHECKING:
     from mlaplan.runner import RunOptions, RunResult
@@ -25,15 +27,13 @@ examples:
                                                  speculative decoding, host lengths one step behind
   mlaplan run --lengths device --deferred        nothing known on the host, plans made where graphs make them
   mlaplan run --load 0.2 --max-num-seqs 8 --json few requests at a time, for a machine to read
+  mlaplan explain 2048x8 --output plan.svg       one plan: a table and a picture
+  mlaplan doctor                                 what is installed and whether it works, for an issue
 
 exit status: 0 when every check passed, 1 when one differed, 2 for a wrong option or log
 """
 
 OK, DIFFERENT, USAGE, INTERRUPTED = 0, 1, 2, 130
-
-
-class _UsageError(Exception):
-    """Options that do not go together."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -56,8 +56,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     run.add_argument("log", nargs="?", metavar="LOG", help="request log in CSV, may be .gz; default: a built-in one")
     _add_run_options(run)
-    _add_engine_options(run)
+    add_engine_options(run)
     _add_planner_options(run)
+    run.set_defaults(function=_run)
+    explain.add_parser(commands)
+    doctor.add_parser(commands)
     return parser
 
 
@@ -65,7 +68,6 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     group.add_argument("--steps", type=int, default=2000, metavar="N", help="most steps (default: 2000)")
-    group.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
     group.add_argument(
         "--deferred",
         action="store_true",
@@ -94,35 +96,6 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
-def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    standard = SchedulerConfig()
-    group = parser.add_argument_group("simulated engine")
-    group.add_argument("--spec-tokens", type=int, default=0, metavar="K", help="draft tokens (default: 0)")
-    group.add_argument(
-        "--acceptance-rate",
-        type=float,
-        default=standard.acceptance_rate,
-        metavar="P",
-        help=f"chance of a draft to be accepted (default: {standard.acceptance_rate})",
-    )
-    group.add_argument(
-        "--lengths",
-        choices=("exact", "bound", "device"),
-        default=standard.lengths,
-        help="what the host knows of the lengths (default: exact)",
-    )
-    for name, value, meaning in (
-        ("max_num_seqs", standard.max_num_seqs, "most requests at once"),
-        ("max_num_batched_tokens", standard.max_num_batched_tokens, "most query tokens in a step"),
-        ("num_kv_blocks", standard.num_kv_blocks, f"KV blocks of {standard.block_size} tokens"),
-        ("max_model_len", standard.max_model_len, "longest request; longer ones are skipped and counted"),
-    ):
-        option = "--" + name.replace("_", "-")
-        group.add_argument(option, type=int, default=value, metavar="N", help=f"{meaning} (default: {value})")
-    group.add_argument("--load", type=float, default=1.0, help="factor on the arrival rate (default: 1)")
-    group.add_argument("--step-ms", type=float, default=30.0, help="length of a step (default: 30)")
-
-
 def _add_planner_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("planner")
     group.add_argument("--topk", type=int, default=2048, help="KV slots per row at most (default: 2048)")
@@ -147,23 +120,11 @@ def options_of(arguments: argparse.Namespace) -> RunOptions:
     """
     from mlaplan.runner import RunOptions  # `--version` and `--help` need none of it
 
-    scheduler = SchedulerConfig(
-        max_num_seqs=arguments.max_num_seqs,
-        max_num_batched_tokens=arguments.max_num_batched_tokens,
-        num_speculative_tokens=arguments.spec_tokens,
-        acceptance_rate=arguments.acceptance_rate,
-        lengths=arguments.lengths,
-        num_kv_blocks=arguments.num_kv_blocks,
-        max_model_len=arguments.max_model_len,
-        step_ms=arguments.step_ms,
-        load=arguments.load,
-        seed=arguments.seed,
-    )
     return RunOptions(
         log=arguments.log,
         steps=arguments.steps,
         device=arguments.device,
-        scheduler=scheduler,
+        scheduler=scheduler_of(arguments),
         topk=arguments.topk,
         heads=arguments.heads,
         arch=arguments.arch,
@@ -189,16 +150,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = build_parser().parse_args(argv)
     try:
-        return _run(arguments)
+        status: int = arguments.function(arguments)
     except BrokenPipeError:  # somebody has read enough; Python would complain again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DIFFERENT
-    except (_UsageError, LogError, OSError) as error:
-        sys.stderr.write(f"mlaplan run: error: {error}\n")
+    except (UsageError, LogError, OSError) as error:
+        sys.stderr.write(f"mlaplan {arguments.command}: error: {error}\n")
         return USAGE
     except KeyboardInterrupt:
-        sys.stderr.write("mlaplan run: interrupted\n")
+        sys.stderr.write(f"mlaplan {arguments.command}: interrupted\n")
         return INTERRUPTED
+    return status
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -209,7 +171,7 @@ def _run(arguments: argparse.Namespace) -> int:
         options = options_of(arguments)
         planner = make_planner(options)
     except (ValueError, ImportError) as error:
-        raise _UsageError(str(error)) from error
+        raise UsageError(str(error)) from error
 
     def watch(steps: Iterable[Step]) -> Iterator[Step]:
         return progress(steps, total=options.steps, label="planning")

@@ -195,6 +195,8 @@ class Planner:
             raise _core.PlanError(
                 "device_query_start_loc and device_seq_lens are needed to make this plan on the device"
             )
+        if self._constants_lost:
+            self._restore_constants()
         self._step.made_on_device()
         self._generation += 1
         self._launch(plan)
@@ -276,7 +278,8 @@ class Planner:
     def invalidate(self) -> None:
         """Forgets what the device holds: call it when the buffers were discarded or written by somebody else.
 
-        The next plan writes the arrays that never change anew. Not this call, for the memory may not be back yet.
+        The next plan, made or refreshed, writes the arrays that never change anew. Not this call, for the memory may
+        not be back yet.
         """
         self._step.invalidate()
         self._generation += 1

@@ -17,7 +17,7 @@ import mlaplan
 from mlaplan import _core
 
 ROOT = Path(__file__).parents[2]
-OPTIONAL = {"aiter", "matplotlib", "rich", "torch", "triton", "vllm"}
+OPTIONAL = {"aiter", "bokeh", "matplotlib", "rich", "torch", "triton", "vllm"}
 
 
 def python(code: str) -> str:

@@ -1,0 +1,62 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+
+from mlaplan.workload import SchedulerConfig
+
+
+class UsageError(Exception):
+    """Options that do not go together, or that ask for something that is not there."""
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the simulated engine."""
+    standard = SchedulerConfig()
+    group = parser.add_argument_group("simulated engine")
+    group.add_argument("--spec-tokens", type=int, default=0, metavar="K", help="draft tokens (default: 0)")
+    group.add_argument(
+        "--acceptance-rate",
+        type=float,
+        default=standard.acceptance_rate,
+        metavar="P",
+        help=f"chance of a draft to be accepted (default: {standard.acceptance_rate})",
+    )
+    group.add_argument(
+        "--lengths",
+        choices=("exact", "bound", "device"),
+        default=standard.lengths,
+        help="what the host knows of the lengths (default: exact)",
+    )
+    for name, value, meaning in (
+        ("max_num_seqs", standard.max_num_seqs, "most requests at once"),
+        ("max_num_batched_tokens", standard.max_num_batched_tokens, "most query tokens in a step"),
+        ("num_kv_blocks", standard.num_kv_blocks, f"KV blocks of {standard.block_size} tokens"),
+        ("max_model_len", standard.max_model_len, "longest request; longer ones are skipped and counted"),
+    ):
+        option = "--" + name.replace("_", "-")
+        group.add_argument(option, type=int, default=value, metavar="N", help=f"{meaning} (default: {value})")
+    group.add_argument("--load", type=float, default=1.0, help="factor on the arrival rate (default: 1)")
+    group.add_argument("--step-ms", type=float, default=30.0, help="length of a step (default: 30)")
+    group.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
+
+
+def scheduler_of(arguments: argparse.Namespace) -> SchedulerConfig:
+    """Returns the simulated engine that the options ask for.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
+    return SchedulerConfig(
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        num_speculative_tokens=arguments.spec_tokens,
+        acceptance_rate=arguments.acceptance_rate,
+        lengths=arguments.lengths,
+        num_kv_blocks=arguments.num_kv_blocks,
+        max_model_len=arguments.max_model_len,
+        step_ms=arguments.step_ms,
+        load=arguments.load,
+        seed=arguments.seed,
+    )
