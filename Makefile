@@ -35,13 +35,17 @@ VLLM_PYTHON ?= $(PYTHON)
 # Release code with the checks of a debug build: an overflow or a broken debug_assert fails a test, and the
 # hundred thousand steps of the stateful tests still pass in seconds.
 CI_PROFILE := --profile ci --locked
+# Seconds per fuzzer, and the toolchain that has libFuzzer's instrumentation.
+FUZZ_SECONDS ?= 60
+NIGHTLY ?= nightly
+
 # What this leaves out needs hardware or programs that a fresh machine lacks, or minutes. What is marked `interpret`
 # needs a process in which Triton interprets; tests/kernels/test_interpreter.py makes one and runs them all.
 FRESH := not (amd or gpu or interpret or slow or vllm)
 
 .PRECIOUS: .venv-vllm-%/.lock .venv-vllm-%/.mlaplan
-.PHONY: help run test test-rust test-python test-gpu test-amd test-vllm lint lint-rust lint-python fmt bench bench-smoke wheel package lock \
-	clean ci
+.PHONY: help run test test-rust test-python test-gpu test-amd test-vllm lint lint-rust lint-python fmt fuzz bench bench-smoke wheel package \
+	audit audit-crates lock clean ci
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -72,6 +76,7 @@ lint: lint-rust lint-python ## formatting, lints, types, stubs and docs; changes
 
 lint-rust:
 	cargo fmt --check
+	cargo fmt --check --manifest-path fuzz/Cargo.toml
 	cargo clippy --all-targets --locked -- -D warnings
 	cargo clippy --all-targets --locked --features python -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --locked --features python
@@ -81,12 +86,23 @@ lint-python: .venv/.mlaplan
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/mypy tests/kernels
+	$(BIN)/mypy tests/packaging
 	$(BIN)/python -m mypy.stubtest mlaplan._core
 
 fmt: .venv/.lock ## format everything and apply the safe fixes
 	cargo fmt
+	cargo fmt --manifest-path fuzz/Cargo.toml
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+fuzz: ## run each fuzzer of fuzz/ from its seeds (FUZZ_SECONDS=3600); needs the nightly toolchain and cargo-fuzz
+	@cargo +$(NIGHTLY) fuzz --version || \
+		{ echo "needed: rustup toolchain install $(NIGHTLY); cargo install cargo-fuzz --locked" >&2; exit 1; }
+	for target in batch schedule step; do \
+		mkdir -p fuzz/corpus/$$target; \
+		cargo +$(NIGHTLY) fuzz run $$target fuzz/corpus/$$target fuzz/seeds/$$target -- \
+			-max_total_time=$(FUZZ_SECONDS) -max_len=1024 -verbosity=0 -print_final_stats=1; \
+	done
 
 bench: .venv/.lock ## Criterion and pytest-benchmark, on a release build
 	cargo bench --locked
@@ -103,16 +119,23 @@ wheel: .venv/.lock ## release wheel (abi3, CPython 3.10 and later) and sdist int
 	$(BIN)/maturin build --release --out dist
 	$(BIN)/maturin sdist --out dist
 
-package: .venv/.lock ## check that the sdist alone builds, installs and runs
+package: .venv/.lock .venv-audit/.lock ## make wheel and sdist, check what is in them, install each in empty environments
 	rm -rf target/package
 	$(BIN)/maturin sdist --out target/package
-	$(UV) venv --quiet --python $(PYTHON) target/package/venv
-	$(UV) pip install --python target/package/venv/bin/python \
-		--constraints requirements/run.txt "$$(echo target/package/mlaplan-*.tar.gz)[cli]"
-	cd target/package && venv/bin/mlaplan run --steps 50
+	$(BIN)/maturin build --release --out target/package
+	MLAPLAN_UV=$(UV) MLAPLAN_AUDITWHEEL=.venv-audit/bin/auditwheel $(BIN)/pytest tests/packaging $(PYTEST_ARGS)
+
+audit-crates: ## licences, bans and sources of the crates
+	@cargo deny --version || { echo "needed: cargo install cargo-deny --locked" >&2; exit 1; }
+	cargo deny --locked check licenses bans sources
+
+audit: audit-crates .venv-audit/.lock ## the same, and advisories, whose databases must be reachable
+	@if cargo deny fetch db 2>/dev/null; then cargo deny --locked check advisories; \
+	else echo "RustSec's database cannot be reached: advisories of the crates were not checked"; fi
+	.venv-audit/bin/pip-audit --disable-pip --require-hashes -r requirements/run.txt -r requirements/dev.txt
 
 lock: ## resolve requirements/*.in anew
-	for name in uv run dev; do \
+	for name in uv run dev audit; do \
 		$(UV) pip compile --quiet --upgrade --universal --python-version 3.10 --generate-hashes --no-emit-index-url \
 			--custom-compile-command "make lock" requirements/$$name.in --output-file requirements/$$name.txt; \
 	done
@@ -120,7 +143,7 @@ lock: ## resolve requirements/*.in anew
 		--no-emit-index-url --custom-compile-command "make lock" requirements/vllm.in --output-file requirements/vllm.txt
 
 clean: ## remove build outputs and environments
-	rm -rf target dist .venv .venv-run .venv-uv .venv-vllm-* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf target fuzz/target dist .venv .venv-audit .venv-run .venv-uv .venv-vllm-* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find python -name '*.so' -delete
 
 ci: ## what CI runs
@@ -145,6 +168,11 @@ $(CURDIR)/.venv-uv/bin/uv: requirements/uv.txt
 .venv/.lock: requirements/dev.txt $(UV)
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv
 	$(UV) pip sync --quiet --python .venv/bin/python --require-hashes requirements/dev.txt
+	touch $@
+
+.venv-audit/.lock: requirements/audit.txt $(UV)
+	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv-audit
+	$(UV) pip sync --quiet --python .venv-audit/bin/python --require-hashes requirements/audit.txt
 	touch $@
 
 .venv-vllm-%/.lock: requirements/vllm.txt requirements/vllm-%.txt $(UV)

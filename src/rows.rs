@@ -103,7 +103,8 @@ pub(crate) fn fill_request_ids(query_start_loc: &[i32], out: &mut [i32]) {
 fn fill_ramp(out: &mut [i32], context: i32, topk: i32) {
     let ramp = usize::try_from(topk - context).unwrap_or(0).min(out.len());
     let (growing, full) = out.split_at_mut(ramp);
-    for (length, entry) in (context + 1..).zip(growing) {
+    // With an end: an open range would step past the largest number behind its last entry.
+    for (length, entry) in (context + 1..=topk).zip(growing) {
         *entry = length;
     }
     full.fill(topk);
@@ -168,6 +169,13 @@ mod tests {
             row_lengths(&[0, 2, 2, 5], &[3, 9, 4], 4, Some(7)),
             Ok(vec![2, 3, 2, 3, 4, 0, 0])
         );
+    }
+
+    #[test]
+    fn the_longest_row_is_the_largest_number() {
+        let top = i32::MAX;
+        assert_eq!(row_lengths(&[0, 1], &[top], top, None), Ok(vec![top]));
+        assert_eq!(row_lengths(&[0, 1], &[top - 1], top, None), Ok(vec![top - 1]));
     }
 
     #[test]
