@@ -189,8 +189,8 @@ impl StepPlanner {
     ///
     /// # Errors
     ///
-    /// [`PlanError`] if the batch exceeds the capacity, or a launch is needed without device arrays. Nothing has changed
-    /// then.
+    /// [`PlanError`] if the batch exceeds the capacity, or a launch is needed without device arrays. What is held stays
+    /// held; a plan that was waiting to be written is given up.
     pub fn decide(&mut self, batch: &Batch<'_>, on_device: bool, force: bool) -> Result<Decision, PlanError> {
         let class = self.class_of(batch)?;
         let knowledge = self.next.take(batch, self.config.topk);
