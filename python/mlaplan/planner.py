@@ -417,13 +417,12 @@ def schedule_quality(row_lengths: Int32Array, work_indptr: Int32Array, work_info
         fold: Planner rows per token row.
 
     Returns:
-        Both numbers, for the slots that the schedule uses or could have used within its own budget.
+        Both numbers, the bound for as many slots as the schedule uses.
     """
     table = _core.CostTable.named("aiter")
     used = int(np.count_nonzero(np.diff(work_indptr)))
-    lengths = np.repeat(row_lengths, fold).astype(np.int32)
     finish = table.finish_time(work_indptr, np.ascontiguousarray(work_info).reshape(-1))
-    return Quality(finish, table.lower_bound(lengths, max(used, 1)))
+    return Quality(finish, table.lower_bound(row_lengths, max(used, 1), fold=fold))
 
 
 def _host_lengths(batch: Batch) -> tuple[Int32Array | None, int | None]:

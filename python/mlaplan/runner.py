@@ -91,7 +91,6 @@ class RunResult:
         seconds: Wall time of the whole run, checks included.
         scheduler: What the scheduler did.
         operations: What `plan` and `refresh` asked the device for, checks not counted.
-        allocations_at_start: Device arrays made when the planner was.
         steps: Steps planned.
         requests: Requests in them, summed over steps.
         rows: Live rows, summed over steps.
@@ -113,7 +112,6 @@ class RunResult:
     seconds: float = 0.0
     scheduler: SchedulerStats = field(default_factory=SchedulerStats)
     operations: Counters = field(default_factory=Counters)
-    allocations_at_start: int = 0
     steps: int = 0
     requests: int = 0
     rows: int = 0
@@ -164,7 +162,6 @@ def run(
     result = RunResult(
         device=planner.device.name,
         scheduler=scheduler.stats,
-        allocations_at_start=planner.device.counters.allocations,
     )
     steps: Iterator[Step] = itertools.islice(scheduler, options.steps)
     loop = _Loop(options, planner, result)
