@@ -8,11 +8,12 @@ use std::time::Duration;
 
 use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput, measurement::WallTime};
 use mlaplan::batch::{Batch, Lengths};
+use mlaplan::fingerprint::Fingerprint;
 use mlaplan::rows::{kv_indptr, request_ids, row_lengths, segment_lengths};
-use mlaplan::schedule::quality::{CostTable, finish_time, lower_bound};
+use mlaplan::schedule::quality::{finish_time, lower_bound};
 use mlaplan::schedule::{
-    EmptyRows, Schedule, ScheduleArrays, ScheduleParams, Variant, check, first_unsafe_work, schedule,
-    write_schedule,
+    CostTable, EmptyRows, Policy, Schedule, ScheduleArrays, ScheduleParams, Variant, check,
+    first_unsafe_work, schedule, write_schedule,
 };
 use mlaplan::split::max_split_per_batch;
 use mlaplan::step::{Action, ClassLayout, StepConfig, StepPlanner};
@@ -50,6 +51,7 @@ fn params() -> ScheduleParams {
         fold: 1,
         variant: Variant::Parallel,
         empty_rows: EmptyRows::Skip,
+        policy: Policy::Aiter,
     }
 }
 
@@ -113,12 +115,72 @@ fn rows_of_one_request(criterion: &mut Criterion) {
     });
 }
 
-/// The walk alone, into arrays that exist.
-fn schedule_walk(criterion: &mut Criterion) {
-    by_rows_and_skew(criterion, "schedule_walk", |group, id, lengths| {
+/// Boundaries and KV lengths of batches with this many rows: decodes of three kinds, drafts, and one prompt.
+fn batches(rows: usize) -> Vec<(&'static str, Vec<i32>, Vec<i32>)> {
+    let decodes = |length: LengthOf| (boundaries(rows), (0..count(rows)).map(length).collect());
+    let requests = count(rows.div_ceil(4));
+    let drafts: Vec<i32> = (0..=requests)
+        .map(|request| (4 * request).min(count(rows)))
+        .collect();
+    let draft_lens = (0..requests).map(|request| 4 + LENGTHS[1].1(request)).collect();
+    let [(uniform, same), (skewed, mixed)] = LENGTHS;
+    [
+        (uniform, decodes(same)),
+        (skewed, decodes(mixed)),
+        ("saturated", decodes(|_| 5000)),
+        ("drafts", (drafts, draft_lens)),
+        ("prompt", (vec![0, count(rows)], vec![count(rows) + 3000])),
+    ]
+    .map(|(kind, (starts, lens))| (kind, starts, lens))
+    .into()
+}
+
+/// What a step does to its arrays, beside memcpy and memcmp of as many bytes.
+fn against_memory(criterion: &mut Criterion) {
+    by_rows(criterion, "write_rows", |group, rows| {
+        let mut written = vec![0; 2 * rows + 1];
+        let source = vec![7; 2 * rows + 1];
+        group.bench_function(BenchmarkId::new("memcpy", rows), |b| {
+            b.iter(|| black_box(&mut written).copy_from_slice(black_box(&source)));
+        });
+        for (kind, starts, lens) in batches(rows) {
+            let batch = Batch::new(&starts, Lengths::Exact(&lens), true, None).expect("a valid batch");
+            let mut fingerprint = Fingerprint::default();
+            fingerprint.take(&batch, TOPK);
+            let (ids, indptr) = written.split_at_mut(rows);
+            group.bench_function(BenchmarkId::new(kind, rows), |b| {
+                b.iter(|| black_box(&fingerprint).write_rows(TOPK, black_box(ids), black_box(indptr)));
+            });
+        }
+    });
+    by_rows(criterion, "unchanged", |group, rows| {
+        let (one, other) = (vec![7; 2 * rows + 1], vec![7; 2 * rows + 1]);
+        group.bench_function(BenchmarkId::new("memcmp", rows), |b| {
+            b.iter(|| black_box(&one) == black_box(&other));
+        });
+        for (kind, starts, lens) in batches(rows) {
+            let (mut held, mut next) = (Fingerprint::default(), Fingerprint::default());
+            let batch = Batch::new(&starts, Lengths::Exact(&lens), true, None).expect("a valid batch");
+            held.take(&batch, TOPK);
+            group.bench_function(BenchmarkId::new(kind, rows), |b| {
+                b.iter(|| {
+                    let lengths = Lengths::Exact(black_box(&lens));
+                    let batch = Batch::new(black_box(&starts), lengths, true, None).expect("a valid batch");
+                    next.take(&batch, TOPK);
+                    assert!(next.same_boundaries(&held) && next.same_contexts(&held));
+                });
+            });
+        }
+    });
+}
+
+/// A schedule alone, into arrays that exist.
+fn bench_schedule(criterion: &mut Criterion, question: &str, policy: Policy) {
+    by_rows_and_skew(criterion, question, |group, id, lengths| {
         let indptr = kv_indptr(lengths).expect("valid lengths");
+        let params = ScheduleParams { policy, ..params() };
         let mut work_indptr = vec![0; NUM_CUS + 1];
-        let mut work_info = vec![0; 8 * (lengths.len() + NUM_CUS - 1)];
+        let mut work_info = vec![0; 8 * policy.max_works(lengths.len(), NUM_CUS, TOPK)];
         let mut reduce_indptr = vec![0; lengths.len() + 1];
         group.bench_function(id, |b| {
             b.iter(|| {
@@ -127,10 +189,30 @@ fn schedule_walk(criterion: &mut Criterion) {
                     work_info: &mut work_info,
                     reduce_indptr: &mut reduce_indptr,
                 };
-                write_schedule(black_box(&indptr), &params(), &mut arrays)
+                write_schedule(black_box(&indptr), &params, &mut arrays)
             });
         });
     });
+}
+
+fn schedule_walk(criterion: &mut Criterion) {
+    bench_schedule(criterion, "schedule_walk", Policy::Aiter);
+}
+
+fn schedule_balanced(criterion: &mut Criterion) {
+    bench_schedule(
+        criterion,
+        "schedule_balanced",
+        Policy::Balanced(CostTable::BF16_HEADS_16),
+    );
+}
+
+fn schedule_invariant(criterion: &mut Criterion) {
+    let policy = Policy::Invariant {
+        table: CostTable::BF16_HEADS_16,
+        piece_tokens: 512,
+    };
+    bench_schedule(criterion, "schedule_invariant", policy);
 }
 
 /// The walk and new arrays, as `mlaplan.schedule` makes them.
@@ -191,6 +273,7 @@ fn planner(rows: usize) -> (StepPlanner, Vec<i32>) {
         fold: 1,
         split_budget: None,
         min_tokens_per_split: 128,
+        policy: Policy::Aiter,
         classes: vec![ClassLayout { rows, offsets, words }],
     };
     (
@@ -305,7 +388,10 @@ fn main() {
     for group in [
         rows,
         rows_of_one_request,
+        against_memory,
         schedule_walk,
+        schedule_balanced,
+        schedule_invariant,
         schedule_owned,
         schedule_questions,
         step_unchanged,

@@ -34,13 +34,9 @@ pub(crate) fn check_classes(config: &StepConfig) -> Result<(), PlanError> {
         }
         check_tokens(layout.rows, config.topk)?;
         smallest = layout.rows + 1;
-        check_tokens(
-            layout
-                .rows
-                .saturating_mul(config.fold)
-                .saturating_add(config.num_cus),
-            WORK_WORDS,
-        )?;
+        let tiles = layout.rows.saturating_mul(config.fold);
+        let works = config.policy.max_works(tiles, config.num_cus, config.topk);
+        check_tokens(tiles.saturating_add(config.num_cus).max(works), WORK_WORDS)?;
         let sizes = array_sizes(layout.rows, config);
         for (array, size) in sizes.into_iter().enumerate() {
             let end = layout.offsets.get(array + 1).copied().unwrap_or(layout.words);
@@ -72,7 +68,7 @@ fn array_sizes(rows: usize, config: &StepConfig) -> [usize; 5] {
         rows + 1,
         config.num_cus + 1,
         tiles + 1,
-        8 * (tiles + config.num_cus - 1),
+        8 * config.policy.max_works(tiles, config.num_cus, config.topk),
     ]
 }
 

@@ -51,11 +51,24 @@ pub fn row_lengths(
     check_tokens(num_rows, topk)?;
     let mut lengths = vec![0; num_rows];
     let mut rest = lengths.as_mut_slice();
-    for (pair, &seq_len) in query_start_loc.windows(2).zip(seq_lens) {
-        let query_len = pair[1] - pair[0];
-        let (own, behind) = rest.split_at_mut(usize::try_from(query_len).unwrap_or(0));
-        fill_ramp(own, (seq_len - query_len).min(topk - 1), topk);
-        rest = behind;
+    let seq_lens = seq_lens.chunks(CHUNK);
+    for ((mut start, ends), seq_lens) in chunks(query_start_loc).zip(seq_lens) {
+        let own;
+        (own, rest) = rest.split_at_mut(rows_between(start, ends));
+        if one_row_each(start, ends) {
+            for (length, seq_len) in own.iter_mut().zip(seq_lens) {
+                *length = topk.min(*seq_len);
+            }
+        } else {
+            let mut own = own;
+            for (&end, &seq_len) in ends.iter().zip(seq_lens) {
+                let query_len = end - start;
+                let (request, behind) = own.split_at_mut(as_count(query_len));
+                fill_ramp(request, (seq_len - query_len).min(topk - 1), topk);
+                own = behind;
+                start = end;
+            }
+        }
     }
     Ok(lengths)
 }
@@ -66,35 +79,123 @@ pub fn row_lengths(
 ///
 /// [`PlanError`] naming the row if a length is negative or the sum passes the 32-bit index type of the kernels.
 pub fn kv_indptr(row_lengths: &[i32]) -> Result<Vec<i32>, PlanError> {
-    let mut total = 0_i32;
-    let mut indptr = Vec::with_capacity(row_lengths.len() + 1);
-    indptr.push(0);
+    // One pass without a branch per entry; the search for the culprit is only paid for by wrong lengths.
+    let (signs, total) = row_lengths.iter().fold((0, 0_i64), |(signs, total), &length| {
+        (signs | length, total + i64::from(length))
+    });
+    if signs < 0 || total > i32::MAX.into() {
+        return Err(wrong_lengths(row_lengths));
+    }
+    let mut indptr = vec![0; row_lengths.len() + 1];
+    fill_sums(row_lengths, |length| length, 0, &mut indptr[1..]);
+    Ok(indptr)
+}
+
+/// Says which of these lengths is negative or makes the sum too large.
+fn wrong_lengths(row_lengths: &[i32]) -> PlanError {
+    let mut total = 0_i64;
     for (index, &length) in row_lengths.iter().enumerate() {
         if length < 0 {
-            return Err(PlanError::Entry {
+            return PlanError::Entry {
                 argument: "row_lengths",
                 index,
                 value: length.into(),
                 rule: Rule::AtLeast(0),
-            });
+            };
         }
-        total = total.checked_add(length).ok_or_else(|| PlanError::Capacity {
-            what: "tokens in kv_indptr",
-            needed: i64::from(total) + i64::from(length),
-            available: i32::MAX.into(),
-        })?;
-        indptr.push(total);
+        total += i64::from(length);
+        if total > i32::MAX.into() {
+            break;
+        }
     }
-    Ok(indptr)
+    PlanError::Capacity {
+        what: "tokens in kv_indptr",
+        needed: total,
+        available: i32::MAX.into(),
+    }
+}
+
+/// Requests that are looked at together, so that loops over their rows are long enough for vector instructions.
+pub(crate) const CHUNK: usize = 64;
+
+/// Cuts boundaries into chunks of requests: where the first one starts, and where each ends.
+pub(crate) fn chunks(query_start_loc: &[i32]) -> impl Iterator<Item = (i32, &[i32])> {
+    let (starts, ends) = match query_start_loc {
+        [] => (query_start_loc, query_start_loc),
+        [_, ends @ ..] => (query_start_loc, ends),
+    };
+    starts.iter().copied().step_by(CHUNK).zip(ends.chunks(CHUNK))
+}
+
+/// Rows of a chunk of requests.
+pub(crate) fn rows_between(start: i32, ends: &[i32]) -> usize {
+    ends.last().map_or(0, |&end| as_count(end - start))
+}
+
+/// Whether each request of a chunk has one row, as in a decode batch without drafts.
+pub(crate) fn one_row_each(start: i32, ends: &[i32]) -> bool {
+    let first = start.wrapping_add(1);
+    (0..).zip(ends).fold(0, |differences, (index, &end)| {
+        differences | (end ^ first.wrapping_add(index))
+    }) == 0
+}
+
+/// A number of rows that was found not to be negative.
+pub(crate) fn as_count(rows: i32) -> usize {
+    usize::try_from(rows).unwrap_or(0)
+}
+
+/// Writes the running sum of `length(entry)` behind `total` and returns the last one.
+///
+/// Four entries at a time shorten the chain of additions; in a register the same takes as many instructions.
+pub(crate) fn fill_sums(
+    entries: &[i32],
+    length: impl Fn(i32) -> i32,
+    mut total: i32,
+    out: &mut [i32],
+) -> i32 {
+    let (fours, rest) = entries.as_chunks::<4>();
+    let (out_fours, out_rest) = out.as_chunks_mut::<4>();
+    for (sums, entries) in out_fours.iter_mut().zip(fours) {
+        let [a, b, c, d] = entries.map(&length);
+        let (two, more) = (a + b, c + d);
+        *sums = [total + a, total + two, total + two + c, total + two + more];
+        total += two + more;
+    }
+    for (sum, &entry) in out_rest.iter_mut().zip(rest) {
+        total += length(entry);
+        *sum = total;
+    }
+    total
+}
+
+/// Writes `total + step`, `total + 2 step` and so on, and returns the last one.
+pub(crate) fn fill_series(total: i32, step: i32, out: &mut [i32]) -> i32 {
+    for (index, sum) in (1..).zip(&mut *out) {
+        *sum = total + index * step;
+    }
+    out.last().copied().unwrap_or(total)
 }
 
 /// Writes the request of each row; `out` has at least one entry per live row, the rest becomes 0.
 pub(crate) fn fill_request_ids(query_start_loc: &[i32], out: &mut [i32]) {
     let mut rest = out;
-    for (id, pair) in (0_i32..).zip(query_start_loc.windows(2)) {
-        let (own, behind) = rest.split_at_mut(usize::try_from(pair[1] - pair[0]).unwrap_or(0));
-        own.fill(id);
-        rest = behind;
+    for (first, (mut start, ends)) in (0_i32..).step_by(CHUNK).zip(chunks(query_start_loc)) {
+        let own;
+        (own, rest) = rest.split_at_mut(rows_between(start, ends));
+        if one_row_each(start, ends) {
+            for (id, entry) in (first..).zip(own) {
+                *entry = id;
+            }
+        } else {
+            let mut own = own;
+            for (id, &end) in (first..).zip(ends) {
+                let (request, behind) = own.split_at_mut(as_count(end - start));
+                request.fill(id);
+                own = behind;
+                start = end;
+            }
+        }
     }
     rest.fill(0);
 }
@@ -103,9 +204,8 @@ pub(crate) fn fill_request_ids(query_start_loc: &[i32], out: &mut [i32]) {
 fn fill_ramp(out: &mut [i32], context: i32, topk: i32) {
     let ramp = usize::try_from(topk - context).unwrap_or(0).min(out.len());
     let (growing, full) = out.split_at_mut(ramp);
-    // With an end: an open range would step past the largest number behind its last entry.
-    for (length, entry) in (context + 1..=topk).zip(growing) {
-        *entry = length;
+    for (index, length) in (1..).zip(growing) {
+        *length = context + index;
     }
     full.fill(topk);
 }

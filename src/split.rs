@@ -1,6 +1,6 @@
 //! The split budget: how many slots a batch's rows may be spread over.
 
-use crate::schedule::check_num_cus;
+use crate::schedule::{CostTable, check_num_cus};
 use crate::{PlanError, Rule};
 
 /// Returns the budget that gives each split about `min_tokens_per_split` tokens of work: a power of two, or `num_cus`
@@ -48,6 +48,86 @@ pub fn max_split_per_batch(
     Ok(i32::try_from(budget).unwrap_or(num_cus))
 }
 
+/// Returns the budget that makes the longest row's longest piece and its merge cheapest by `table`, in slots per row.
+///
+/// The smallest `k` in `1 ..= min(n, num_cus)` that minimises `whole + n * block` for `k = 1` and
+/// `piece + ceil(n / k) * block + k * merge` for others, with `n` the blocks of a row of `longest_row` tokens; 1 for no tokens.
+///
+/// # Errors
+///
+/// [`PlanError::Number`] if `longest_row` is negative or `num_cus` out of range, and as [`CostTable::validate`].
+///
+/// # Examples
+///
+/// ```
+/// use mlaplan::schedule::CostTable;
+/// use mlaplan::split::split_budget;
+///
+/// assert_eq!(split_budget(2048, &CostTable::BF16_HEADS_16, 304), Ok(26));
+/// assert_eq!(split_budget(60, &CostTable::BF16_HEADS_16, 304), Ok(4));
+/// assert_eq!(split_budget(16, &CostTable::BF16_HEADS_16, 304), Ok(1));
+/// ```
+pub fn split_budget(longest_row: i32, table: &CostTable, num_cus: usize) -> Result<i32, PlanError> {
+    let Ok(tokens) = u32::try_from(longest_row) else {
+        return Err(PlanError::Number {
+            argument: "longest_row",
+            value: longest_row.into(),
+            rule: Rule::AtLeast(0),
+        });
+    };
+    let num_cus = check_num_cus(num_cus)?;
+    table.validate()?;
+    Ok(best_pieces(table.blocks(tokens), table, num_cus))
+}
+
+/// Returns [`split_budget`] of every row of `0 ..= ceil(topk / block_tokens)` blocks, for who cannot search.
+///
+/// # Errors
+///
+/// As [`split_budget`], and [`PlanError::Capacity`] for more than [`MAX_BUDGETS`] blocks.
+pub fn split_budgets(topk: i32, table: &CostTable, num_cus: usize) -> Result<Vec<i32>, PlanError> {
+    check_positive("topk", topk)?;
+    let num_cus = check_num_cus(num_cus)?;
+    table.validate()?;
+    let blocks = table.blocks(topk.unsigned_abs());
+    if blocks > MAX_BUDGETS {
+        return Err(PlanError::Capacity {
+            what: "blocks of topk",
+            needed: blocks.cast_signed(),
+            available: MAX_BUDGETS.cast_signed(),
+        });
+    }
+    Ok((0..=blocks)
+        .map(|blocks| best_pieces(blocks, table, num_cus))
+        .collect())
+}
+
+/// Most blocks of a row in [`split_budgets`], a million tokens in blocks of 16.
+pub const MAX_BUDGETS: u64 = 1 << 16;
+
+/// The budget for a longest row of `blocks` blocks, the table and the number of units being valid.
+///
+/// Among numbers of pieces with the same longest piece the smallest is the cheapest, so only those are looked at: about
+/// twice the square root of `blocks` of them.
+fn best_pieces(blocks: u64, table: &CostTable, num_cus: i32) -> i32 {
+    let [block, piece, whole, merge] = [table.block, table.piece, table.whole, table.merge].map(u64::from);
+    let most = blocks.min(num_cus.unsigned_abs().into());
+    let mut best = (whole + blocks * block, 1);
+    let mut pieces = 2;
+    while pieces <= most {
+        let longest = blocks.div_ceil(pieces);
+        let cost = piece + longest * block + pieces * merge;
+        if cost < best.0 {
+            best = (cost, pieces);
+        }
+        if longest == 1 {
+            break;
+        }
+        pieces = blocks.div_ceil(longest - 1);
+    }
+    i32::try_from(best.1).unwrap_or(num_cus)
+}
+
 fn check_positive(argument: &'static str, value: i32) -> Result<(), PlanError> {
     if value < 1 {
         return Err(PlanError::Number {
@@ -88,6 +168,65 @@ mod tests {
         assert_eq!(max_split_per_batch(2048, 2048, 12, 128), Ok(12));
         assert_eq!(max_split_per_batch(i64::MAX, i32::MAX, 304, 1), Ok(304));
         assert_eq!(max_split_per_batch(i64::MAX, i32::MAX, 1, 1), Ok(1));
+    }
+
+    #[test]
+    fn cheapest_number_of_pieces_is_that_of_a_scan() {
+        let tables = [
+            [16, 3115, 11_330, 15_460, 692],
+            [64, 3435, 8920, 10_040, 381],
+            [1, 1, 0, 0, 0],
+            [1, 7, 7, 0, 3],
+            [3, 1, 16_777_216, 16_777_216, 16_777_216],
+            [16, 1, 16, 16, 1],
+            [16, 16_777_216, 0, 0, 1],
+        ];
+        for [block_tokens, block, piece, whole, merge] in tables {
+            let table = CostTable {
+                block_tokens,
+                block,
+                piece,
+                whole,
+                slot: 5,
+                merge,
+            };
+            for num_cus in [1, 2, 7, 304] {
+                for length in (0..700).chain([2048, 4095, 4096]) {
+                    let blocks = u64::from(u32::try_from(length).unwrap().div_ceil(block_tokens));
+                    let cost = |pieces: u64| match pieces {
+                        1 => u64::from(whole) + blocks * u64::from(block),
+                        _ => {
+                            u64::from(piece)
+                                + blocks.div_ceil(pieces) * u64::from(block)
+                                + pieces * u64::from(merge)
+                        }
+                    };
+                    let most = blocks.min(num_cus as u64).max(1);
+                    let best = (1..=most).min_by_key(|&pieces| (cost(pieces), pieces)).unwrap();
+                    let found = split_budget(length, &table, num_cus).unwrap();
+                    assert_eq!(
+                        u64::from(found.unsigned_abs()),
+                        best,
+                        "{table:?} {num_cus} {length}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn longest_rows_and_tables_have_a_budget() {
+        let table = CostTable {
+            block_tokens: 1,
+            merge: 1,
+            ..CostTable::AITER
+        };
+        // The square root of the blocks.
+        assert_eq!(split_budget(1 << 30, &table, 1 << 16), Ok(1 << 15));
+        assert!(split_budget(i32::MAX, &table, 1 << 16).is_ok());
+        assert!(split_budget(-1, &table, 1).is_err());
+        assert!(split_budget(1, &table, 0).is_err());
+        assert!(split_budget(1, &CostTable { piece: 99, ..table }, 1).is_err());
     }
 
     #[test]

@@ -5,8 +5,8 @@ use crate::fingerprint::{Fingerprint, Knowledge};
 pub use crate::layout::ClassLayout;
 use crate::layout::{check_classes, split_arrays};
 use crate::rows::{MAX_ROWS, check_topk, fill_request_ids};
-use crate::schedule::{EmptyRows, ScheduleCounts, ScheduleParams, Variant, write_schedule};
-use crate::split::max_split_per_batch;
+use crate::schedule::{EmptyRows, Policy, ScheduleCounts, ScheduleParams, Variant, write_schedule};
+use crate::split::{max_split_per_batch, split_budget};
 use crate::{Expected, PlanError, Rule};
 
 /// What a planner is made for. Nothing in it changes afterwards.
@@ -20,10 +20,13 @@ pub struct StepConfig {
     pub num_cus: usize,
     /// Planner rows per token row.
     pub fold: usize,
-    /// -1 for no limit, at least 1 for a number, `None` for the work-per-split rule on the longest row.
+    /// -1 for no limit, at least 1 for a number, `None` for a rule on the longest row: the cheapest number of pieces by the
+    /// cost table under [`Policy::Balanced`], work per split else. [`Policy::Invariant`] has no budget.
     pub split_budget: Option<i32>,
     /// Tokens per split that the rule aims for.
     pub min_tokens_per_split: i32,
+    /// How the rows are placed.
+    pub policy: Policy,
     /// The classes of row counts, ascending; the last one is the capacity.
     pub classes: Vec<ClassLayout>,
 }
@@ -152,6 +155,8 @@ pub struct StepPlanner {
     pending: Option<usize>,
     /// Whether `next` has been written out, so that committing it is right.
     written: bool,
+    /// A longest row and its budget: it changes less often than the plan.
+    budget: (i32, i32),
 }
 
 impl StepPlanner {
@@ -174,6 +179,7 @@ impl StepPlanner {
             next: Fingerprint::with_capacity(capacity),
             pending: None,
             written: false,
+            budget: (-1, 1),
         })
     }
 
@@ -254,20 +260,13 @@ impl StepPlanner {
                 expected: Expected::AtLeast(layout.words),
             });
         }
-        let budget = match self.config.split_budget {
-            Some(budget) => budget,
-            None => max_split_per_batch(
-                self.next.longest_row(self.config.topk).into(),
-                self.config.topk,
-                self.config.num_cus,
-                self.config.min_tokens_per_split,
-            )?,
-        };
+        let budget = self.split_budget()?;
         let (mut arrays, request_ids, kv_indptr) = split_arrays(staging, &layout, &self.config);
         fill_request_ids(self.next.query_start_loc(), request_ids);
         self.next.fill_kv_indptr(self.config.topk, kv_indptr);
         let live = &kv_indptr[..=self.next.num_rows()];
-        let counts = write_schedule(live, &schedule_params(&self.config, budget), &mut arrays)?;
+        let params = schedule_params(&self.config, budget);
+        let counts = write_schedule(live, &params, &mut arrays)?;
         self.held = Held::Unknown(Reasons::INVALIDATED);
         self.written = true;
         Ok(Written {
@@ -275,6 +274,29 @@ impl StepPlanner {
             counts,
             split_budget: budget,
         })
+    }
+
+    /// The budget of the plan in `next`.
+    fn split_budget(&mut self) -> Result<i32, PlanError> {
+        let config = &self.config;
+        if let Some(budget) = config.split_budget {
+            return Ok(budget);
+        }
+        let longest = self.next.longest_row(config.topk);
+        if longest != self.budget.0 {
+            let budget = match config.policy {
+                Policy::Balanced(table) => split_budget(longest, &table, config.num_cus)?,
+                Policy::Invariant { .. } => -1,
+                Policy::Aiter => max_split_per_batch(
+                    longest.into(),
+                    config.topk,
+                    config.num_cus,
+                    config.min_tokens_per_split,
+                )?,
+            };
+            self.budget = (longest, budget);
+        }
+        Ok(self.budget.1)
     }
 
     /// Remembers the plan that was written: its copy is queued, and what reads the buffers comes after it.
@@ -407,6 +429,7 @@ fn schedule_params(config: &StepConfig, budget: i32) -> ScheduleParams {
         // The variants differ in empty rows only, and a batch that the host knows has none.
         variant: Variant::Parallel,
         empty_rows: EmptyRows::Skip,
+        policy: config.policy,
     }
 }
 

@@ -4,13 +4,15 @@
 
 use allocation_counter::measure;
 use mlaplan::batch::{Batch, Lengths};
+use mlaplan::schedule::{CostTable, Policy};
 use mlaplan::step::{Action, ClassLayout, StepConfig, StepPlanner};
 
 const ROWS: usize = 64;
 const NUM_CUS: usize = 40;
 
-fn planner() -> StepPlanner {
-    let sizes = [ROWS, ROWS + 1, NUM_CUS + 1, ROWS + 1, 8 * (ROWS + NUM_CUS - 1)];
+fn planner(policy: Policy) -> StepPlanner {
+    let works = policy.max_works(ROWS, NUM_CUS, 2048);
+    let sizes = [ROWS, ROWS + 1, NUM_CUS + 1, ROWS + 1, 8 * works];
     let mut offsets = [0; 5];
     for array in 1..5 {
         offsets[array] = offsets[array - 1] + sizes[array - 1];
@@ -22,6 +24,7 @@ fn planner() -> StepPlanner {
         fold: 1,
         split_budget: None,
         min_tokens_per_split: 128,
+        policy,
         classes: vec![ClassLayout {
             rows: ROWS,
             offsets,
@@ -33,7 +36,19 @@ fn planner() -> StepPlanner {
 
 #[test]
 fn a_thousand_steps_of_every_kind_allocate_nothing() {
-    let mut planner = planner();
+    let table = CostTable::BF16_HEADS_16;
+    let piece_tokens = 256;
+    for policy in [
+        Policy::Aiter,
+        Policy::Balanced(table),
+        Policy::Invariant { table, piece_tokens },
+    ] {
+        a_thousand_steps_allocate_nothing(policy);
+    }
+}
+
+fn a_thousand_steps_allocate_nothing(policy: Policy) {
+    let mut planner = planner(policy);
     let mut staging = vec![0; planner.config().classes[0].words];
     let boundaries: Vec<i32> = (0..=64).collect();
     let mut seq_lens = vec![1900; 64];

@@ -5,8 +5,8 @@
     reason = "helpers of tests, where a panic is a failed test"
 )]
 
-use mlaplan::schedule::quality::{CostTable, finish_time, lower_bound};
-use mlaplan::schedule::{EmptyRows, ScheduleParams, Variant, schedule};
+use mlaplan::schedule::quality::{finish_time, lower_bound};
+use mlaplan::schedule::{CostTable, EmptyRows, Policy, ScheduleParams, Variant, schedule};
 use proptest::prelude::*;
 
 fn indptr(lengths: &[i32]) -> Vec<i32> {
@@ -36,6 +36,7 @@ fn any_params() -> impl Strategy<Value = ScheduleParams> {
                 fold,
                 variant,
                 empty_rows,
+                policy: Policy::Aiter,
             }
         },
     )
@@ -102,6 +103,7 @@ fn random_schedule() -> impl Strategy<Value = (CostTable, Vec<i32>, usize, Vec<i
             piece,
             whole,
             slot,
+            merge: 0,
         },
     );
     let row = (
@@ -159,7 +161,7 @@ proptest! {
         block_tokens in 1..70_u32, costs in prop::array::uniform4(0..20_u32), spare in any::<prop::sample::Index>(),
     ) {
         let [block, piece, whole, slot] = costs;
-        let table = CostTable { block_tokens, block, piece, whole, slot };
+        let table = CostTable { block_tokens, block, piece, whole, slot, merge: 0 };
         // The last block of each row may be short.
         let missing = u32::try_from(spare.index(usize::try_from(block_tokens).unwrap())).unwrap();
         let length = |blocks: &u32| i32::try_from(blocks * block_tokens - missing).unwrap();
@@ -207,4 +209,42 @@ proptest! {
 
 fn ceil_u64(a: u64, b: u64) -> u64 {
     a / b + u64::from(!a.is_multiple_of(b))
+}
+
+#[test]
+fn balanced_is_near_the_bound_from_128_rows_on() {
+    let kernels = [
+        CostTable::BF16_HEADS_16,
+        CostTable::BF16_FP8_HEADS_16,
+        CostTable::GFX942_FP8_HEADS_16,
+        CostTable::GFX942_FP8_HEADS_64,
+        CostTable::GFX942_FP8_HEADS_128,
+        CostTable::GFX950_BF16_HEADS_64,
+    ];
+    let mut seed = 1_u32;
+    let mut mixed = |rows: usize| -> Vec<i32> {
+        let mut next = || {
+            seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            1 + i32::try_from(seed >> 21).unwrap()
+        };
+        (0..rows).map(|_| next()).collect()
+    };
+    for rows in [128, 200, 256, 512, 1024] {
+        for (lengths, most) in [(vec![2048; rows], 1.05), (mixed(rows), 1.10)] {
+            for table in kernels {
+                for (num_cus, budget) in [(304, 16), (256, 16), (304, -1)] {
+                    let params = ScheduleParams {
+                        num_cus,
+                        max_split_per_batch: budget,
+                        fold: 1,
+                        variant: Variant::Parallel,
+                        empty_rows: EmptyRows::Skip,
+                        policy: Policy::Balanced(table),
+                    };
+                    let quality = schedule(&indptr(&lengths), &params).unwrap().quality(&table);
+                    assert!(quality.ratio() <= most, "{rows} rows, {params:?}: {quality:?}");
+                }
+            }
+        }
+    }
 }

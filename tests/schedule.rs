@@ -6,8 +6,8 @@
 )]
 
 use mlaplan::schedule::{
-    EmptyRows, Schedule, ScheduleArrays, ScheduleParams, Variant, WORK_WORDS, check, first_unsafe_work,
-    is_safe, schedule, write_schedule,
+    EmptyRows, Policy, Schedule, ScheduleArrays, ScheduleParams, Variant, WORK_WORDS, check,
+    first_unsafe_work, is_safe, schedule, write_schedule,
 };
 use proptest::prelude::*;
 
@@ -267,6 +267,7 @@ fn any_params() -> impl Strategy<Value = ScheduleParams> {
             fold,
             variant,
             empty_rows,
+            policy: Policy::Aiter,
         },
     )
 }
@@ -372,7 +373,9 @@ proptest! {
         lens in prop::array::uniform3(0..5000_usize),
     ) {
         for (variant, empty_rows) in [(Variant::Parallel, EmptyRows::Aiter), (Variant::Serial, EmptyRows::Skip)] {
-            let params = ScheduleParams { num_cus, max_split_per_batch, fold, variant, empty_rows };
+            let params = ScheduleParams {
+                num_cus, max_split_per_batch, fold, variant, empty_rows, policy: Policy::Aiter,
+            };
             if let Ok(made) = schedule(&kv_indptr, &params) {
                 prop_assert_eq!(verdict(&kv_indptr, &made), Ok(()));
             }
@@ -391,6 +394,7 @@ const PARAMS: ScheduleParams = ScheduleParams {
     fold: 1,
     variant: Variant::Parallel,
     empty_rows: EmptyRows::Aiter,
+    policy: Policy::Aiter,
 };
 
 /// Works per row.

@@ -5,17 +5,18 @@
 use mlaplan::PlanError;
 use mlaplan::batch::{Batch, Lengths};
 use mlaplan::rows::{kv_indptr, request_ids, row_lengths};
-use mlaplan::schedule::{EmptyRows, ScheduleParams, Variant, schedule};
-use mlaplan::split::max_split_per_batch;
+use mlaplan::schedule::{CostTable, EmptyRows, Policy, ScheduleParams, Variant, schedule};
+use mlaplan::split::{max_split_per_batch, split_budget};
 use mlaplan::step::{Action, ClassLayout, StepConfig, StepPlanner};
 use proptest::prelude::*;
 
 const TOPK: i32 = 40;
 
-fn layout(rows: usize, num_cus: usize, fold: usize) -> ClassLayout {
+fn layout(rows: usize, num_cus: usize, fold: usize, policy: Policy) -> ClassLayout {
     let tiles = rows * fold;
     // Gaps on purpose: nothing may be written between the arrays.
-    let sizes = [rows, rows + 1, num_cus + 1, tiles + 1, 8 * (tiles + num_cus - 1)];
+    let works = policy.max_works(tiles, num_cus, TOPK);
+    let sizes = [rows, rows + 1, num_cus + 1, tiles + 1, 8 * works];
     let mut offsets = [0; 5];
     let mut end = 0;
     for (offset, size) in offsets.iter_mut().zip(sizes) {
@@ -29,7 +30,7 @@ fn layout(rows: usize, num_cus: usize, fold: usize) -> ClassLayout {
     }
 }
 
-fn config(num_cus: usize, fold: usize, split_budget: Option<i32>) -> StepConfig {
+fn config(num_cus: usize, fold: usize, split_budget: Option<i32>, policy: Policy) -> StepConfig {
     StepConfig {
         max_requests: 12,
         topk: TOPK,
@@ -39,8 +40,9 @@ fn config(num_cus: usize, fold: usize, split_budget: Option<i32>) -> StepConfig 
         min_tokens_per_split: 8,
         classes: [2, 4, 9, 16]
             .into_iter()
-            .map(|rows| layout(rows, num_cus, fold))
+            .map(|rows| layout(rows, num_cus, fold, policy))
             .collect(),
+        policy,
     }
 }
 
@@ -70,8 +72,9 @@ fn from_nothing(
 ) -> Vec<i32> {
     let lengths = row_lengths(query_start_loc, seq_lens, TOPK, None).unwrap();
     let longest = lengths.iter().copied().max().unwrap_or(0);
-    let budget = config.split_budget.unwrap_or_else(|| {
-        max_split_per_batch(longest.into(), TOPK, config.num_cus, config.min_tokens_per_split).unwrap()
+    let budget = config.split_budget.unwrap_or_else(|| match config.policy {
+        Policy::Balanced(table) => split_budget(longest, &table, config.num_cus).unwrap(),
+        _ => max_split_per_batch(longest.into(), TOPK, config.num_cus, config.min_tokens_per_split).unwrap(),
     });
     let mut indptr = kv_indptr(&lengths).unwrap();
     let plan = schedule(
@@ -82,6 +85,7 @@ fn from_nothing(
             fold: config.fold,
             variant: Variant::Parallel,
             empty_rows: EmptyRows::Skip,
+            policy: config.policy,
         },
     )
     .unwrap();
@@ -126,6 +130,24 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
             before,
         });
     proptest::collection::vec(step, 1..60)
+}
+
+fn policies() -> impl Strategy<Value = Policy> {
+    // Pieces are dear and so is their merge, so that the budget changes with the longest row.
+    let table = CostTable {
+        block_tokens: 4,
+        block: 10,
+        piece: 7,
+        whole: 9,
+        slot: 1,
+        merge: 6,
+    };
+    prop_oneof![
+        Just(Policy::Aiter),
+        Just(Policy::Balanced(table)),
+        Just(Policy::Balanced(CostTable::BF16_HEADS_16)),
+        (1..50_i32).prop_map(move |piece_tokens| Policy::Invariant { table, piece_tokens }),
+    ]
 }
 
 fn arrays(requests: &[(u8, u8)]) -> (Vec<i32>, Vec<i32>) {
@@ -242,14 +264,15 @@ proptest! {
         num_cus in prop_oneof![Just(1_usize), Just(5), Just(40)],
         fold in 1_usize..4,
         budget in prop_oneof![Just(None), Just(Some(-1)), Just(Some(1)), Just(Some(3))],
+        policy in policies(),
     ) {
-        run(&config(num_cus, fold, budget), &history)?;
+        run(&config(num_cus, fold, budget, policy), &history)?;
     }
 }
 
 #[test]
 fn an_unchanged_batch_asks_for_nothing() {
-    let config = config(5, 1, None);
+    let config = config(5, 1, None, Policy::Aiter);
     let mut planner = StepPlanner::new(config.clone()).unwrap();
     let mut staging = vec![0; config.classes[3].words];
     let batch = Batch::new(&[0, 1, 3], Lengths::Exact(&[90, 80]), true, None).unwrap();
@@ -270,7 +293,7 @@ fn an_unchanged_batch_asks_for_nothing() {
 
 #[test]
 fn keys_are_stored_last() {
-    let config = config(5, 1, None);
+    let config = config(5, 1, None, Policy::Aiter);
     let mut planner = StepPlanner::new(config.clone()).unwrap();
     let mut staging = vec![0; config.classes[3].words];
     let batch = Batch::new(&[0, 1], Lengths::Exact(&[90]), true, None).unwrap();
@@ -283,7 +306,7 @@ fn keys_are_stored_last() {
 
 #[test]
 fn a_copy_that_failed_half_way_leaves_nothing_held() {
-    let config = config(5, 1, None);
+    let config = config(5, 1, None, Policy::Aiter);
     let mut planner = StepPlanner::new(config.clone()).unwrap();
     let mut staging = vec![0; config.classes[3].words];
     let held = Batch::new(&[0, 1], Lengths::Exact(&[90]), true, None).unwrap();
@@ -298,7 +321,7 @@ fn a_copy_that_failed_half_way_leaves_nothing_held() {
 
 #[test]
 fn a_launch_without_device_arrays_changes_nothing() {
-    let config = config(5, 1, None);
+    let config = config(5, 1, None, Policy::Aiter);
     let mut planner = StepPlanner::new(config.clone()).unwrap();
     let mut staging = vec![0; config.classes[3].words];
     let held = Batch::new(&[0, 1], Lengths::Exact(&[90]), true, None).unwrap();
@@ -322,9 +345,31 @@ fn a_launch_without_device_arrays_changes_nothing() {
 }
 
 #[test]
+fn balanced_plans_take_the_budget_of_their_longest_row() {
+    let table = CostTable::BF16_HEADS_16;
+    let mut config = config(40, 1, None, Policy::Balanced(table));
+    config.topk = 2048;
+    config.classes.truncate(2);
+    let mut planner = StepPlanner::new(config.clone()).unwrap();
+    let mut staging = vec![0; config.classes[1].words];
+    for length in [2048, 2048, 300, 17, 16, 1, 2048] {
+        let lengths = [length, 1];
+        let batch = Batch::new(&[0, 1, 2], Lengths::Exact(&lengths), true, None).unwrap();
+        planner.decide(&batch, false, true).unwrap();
+        let written = planner.write(&mut staging).unwrap();
+        assert_eq!(
+            written.split_budget,
+            split_budget(length, &table, 40).unwrap(),
+            "{length}"
+        );
+        planner.commit().unwrap();
+    }
+}
+
+#[test]
 fn settings_that_cannot_work_are_named() {
     let refused = |change: fn(&mut StepConfig)| {
-        let mut config = config(5, 1, None);
+        let mut config = config(5, 1, None, Policy::Aiter);
         change(&mut config);
         StepPlanner::new(config).unwrap_err().to_string()
     };
@@ -336,4 +381,21 @@ fn settings_that_cannot_work_are_named() {
     assert!(refused(|c| c.classes.clear()).starts_with("classes has 0 entries"));
     assert!(refused(|c| c.classes.reverse()).starts_with("classes[1] is 9"));
     assert!(refused(|c| c.classes[1].words = 9).starts_with("layout words of classes[1]"));
+    let table = CostTable {
+        block: 0,
+        ..CostTable::AITER
+    };
+    let named = |policy| {
+        let mut config = config(5, 1, None, Policy::Aiter);
+        config.policy = policy;
+        StepPlanner::new(config).unwrap_err().to_string()
+    };
+    assert!(named(Policy::Balanced(table)).starts_with("block is 0"));
+    let invariant = |piece_tokens| Policy::Invariant {
+        table: CostTable::AITER,
+        piece_tokens,
+    };
+    assert!(named(invariant(0)).starts_with("piece_tokens is 0"));
+    // Pieces of one token need more room than the layouts of the other policies have.
+    assert!(named(invariant(1)).starts_with("layout words of classes[0]"));
 }

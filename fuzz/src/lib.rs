@@ -6,5 +6,6 @@
 
 pub mod batch;
 mod input;
+mod policies;
 pub mod schedule;
 pub mod step;

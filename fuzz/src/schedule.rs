@@ -1,14 +1,15 @@
 //! Schedules: any `kv_indptr` and parameters, against what must hold for every schedule.
 
 use mlaplan::PlanError;
-use mlaplan::schedule::quality::{CostTable, finish_time, lower_bound};
+use mlaplan::schedule::quality::{finish_time, lower_bound};
 use mlaplan::schedule::{
-    EmptyRows, MAX_FOLD, MAX_NUM_CUS, Schedule, ScheduleArrays, ScheduleParams, Variant, WORK_WORDS, check,
-    first_unsafe_work, is_safe, schedule, write_schedule,
+    CostTable, EmptyRows, MAX_FOLD, MAX_NUM_CUS, Policy, Schedule, ScheduleArrays, ScheduleParams, Variant,
+    WORK_WORDS, check, first_unsafe_work, is_safe, schedule, write_schedule,
 };
 use mlaplan::split::max_split_per_batch;
 
 use super::input::Input;
+use super::policies;
 
 /// Works that the arrays may hold: a few megabytes.
 const MOST_WORKS: usize = 1 << 14;
@@ -29,7 +30,12 @@ pub fn run(data: &[u8]) {
     let case = decode(&mut input);
     check_budget(&mut input);
     let fault = fault(&case);
-    if fault.is_none() && (case.kv_indptr.len() - 1) * case.params.fold + case.params.num_cus > MOST_WORKS {
+    let tiles = case
+        .kv_indptr
+        .len()
+        .saturating_sub(1)
+        .saturating_mul(case.params.fold);
+    if fault.is_none() && (tiles + case.params.num_cus).max(most_works(&case)) > MOST_WORKS {
         return;
     }
     let made = schedule(&case.kv_indptr, &case.params);
@@ -40,6 +46,7 @@ pub fn run(data: &[u8]) {
     covers_every_row_once(&case, &made);
     unsafe_where_a_work_is_hidden(&case, &made);
     skips_empty_rows(&case, &made);
+    keeps_to_its_policy(&case, &made);
     finishes_not_before_the_bound(&mut input, &made);
     a_changed_work_is_found(&mut input, &case, &made);
 }
@@ -60,7 +67,9 @@ fn decode(input: &mut Input<'_>) -> Case {
         240..=247 => usize::from(input.byte()),
         _ => input.any_usize(),
     };
-    let variant = input.pick(&[Variant::Parallel, Variant::Serial]);
+    let choice = input.byte();
+    let variant = [Variant::Parallel, Variant::Serial][usize::from(choice % 2)];
+    let policy = policies::policy(input, choice / 2);
     let empty_rows = input.pick(&[EmptyRows::Aiter, EmptyRows::Skip]);
     let orderly = !input.one_in(8);
     let entries = input.below(64);
@@ -85,6 +94,7 @@ fn decode(input: &mut Input<'_>) -> Case {
             fold,
             variant,
             empty_rows,
+            policy,
         },
     }
 }
@@ -111,10 +121,37 @@ fn fault(case: &Case) -> Option<&'static str> {
         Some("fold")
     } else if budget < -1 || budget == 0 {
         Some("max_split_per_batch")
+    } else if let Some(argument) = policies::fault(&params.policy) {
+        Some(argument)
     } else if indptr.is_empty() || indptr[0] < 0 || !indptr.is_sorted() {
         Some("kv_indptr")
     } else {
         None
+    }
+}
+
+/// Works that the arrays must have room for.
+fn most_works(case: &Case) -> usize {
+    let params = &case.params;
+    let rows = case.kv_indptr.len().saturating_sub(1);
+    match params.policy {
+        Policy::Invariant { piece_tokens, .. } if fault(case).is_none() => {
+            let pieces = |row: &[i32]| {
+                (row[1] - row[0])
+                    .unsigned_abs()
+                    .div_ceil(piece_tokens.unsigned_abs())
+            };
+            let pieces: usize = case
+                .kv_indptr
+                .windows(2)
+                .map(|row| usize::try_from(pieces(row)).unwrap())
+                .sum();
+            pieces.saturating_mul(params.fold)
+        }
+        _ => rows
+            .saturating_mul(params.fold)
+            .saturating_add(params.num_cus)
+            .saturating_sub(1),
     }
 }
 
@@ -173,7 +210,10 @@ fn covers_every_row_once(case: &Case, made: &Schedule) {
     );
     assert_eq!(works.len(), counts.num_works);
     assert!(counts.num_slots <= case.params.num_cus);
-    assert!(works.len() < (tiles + counts.num_slots).max(1));
+    match case.params.policy {
+        Policy::Invariant { .. } => assert_eq!(works.len(), most_works(case)),
+        _ => assert!(works.len() < (tiles + counts.num_slots).max(1)),
+    }
     assert_eq!(made.reduce_indptr.len(), tiles + 1);
     let mut pieces = vec![Vec::new(); tiles];
     for (at, work) in works.iter().enumerate() {
@@ -189,7 +229,7 @@ fn covers_every_row_once(case: &Case, made: &Schedule) {
         let row = tile / case.params.fold;
         let (start, end) = (indptr[row] - indptr[0], indptr[row + 1] - indptr[0]);
         if start == end {
-            let most = usize::from(case.params.empty_rows == EmptyRows::Aiter);
+            let most = usize::from(gives_empty_rows_works(case));
             assert!(pieces.len() <= most, "tile {tile} of {case:?}");
         } else {
             assert!(!pieces.is_empty(), "tile {tile} of {case:?}");
@@ -208,6 +248,37 @@ fn covers_every_row_once(case: &Case, made: &Schedule) {
     assert_eq!(usize::try_from(location).unwrap(), counts.num_partials);
 }
 
+fn gives_empty_rows_works(case: &Case) -> bool {
+    case.params.policy == Policy::Aiter && case.params.empty_rows == EmptyRows::Aiter
+}
+
+/// What each policy promises beside covering every row.
+fn keeps_to_its_policy(case: &Case, made: &Schedule) {
+    match case.params.policy {
+        Policy::Aiter => {}
+        Policy::Balanced(table) => {
+            let aiter = ScheduleParams {
+                policy: Policy::Aiter,
+                empty_rows: EmptyRows::Skip,
+                ..case.params
+            };
+            let aiter = schedule(&case.kv_indptr, &aiter).unwrap();
+            let longest = [made, &aiter].map(|made| made.quality(&table).finish_time);
+            assert!(longest[0] <= longest[1], "{longest:?} {case:?}");
+        }
+        Policy::Invariant { piece_tokens, .. } => {
+            assert_eq!(made.counts.num_slots, case.params.num_cus);
+            for work in works(made) {
+                let tile = usize::try_from(work[0]).unwrap() / case.params.fold;
+                let start = case.kv_indptr[tile] - case.kv_indptr[0];
+                assert_eq!((work[4] - start) % piece_tokens, 0, "{case:?}");
+                assert!(work[5] - work[4] == piece_tokens || work[6] == 0, "{case:?}");
+                assert!(work[5] - work[4] <= piece_tokens, "{case:?}");
+            }
+        }
+    }
+}
+
 /// Runs every slot as the kernels do: an empty work ends it, so what comes behind one is never reached.
 fn unsafe_where_a_work_is_hidden(case: &Case, made: &Schedule) {
     let works = works(made);
@@ -222,7 +293,7 @@ fn unsafe_where_a_work_is_hidden(case: &Case, made: &Schedule) {
     assert_eq!(first_unsafe_work(&made.work_indptr, &made.work_info), hiding);
     let safe = is_safe(&made.work_indptr, &made.work_info);
     assert_eq!(safe, hiding.is_none());
-    if case.params.empty_rows == EmptyRows::Skip {
+    if !gives_empty_rows_works(case) {
         assert!(safe && works.iter().all(|work| work[4] < work[5]), "{case:?}");
     }
 }
@@ -237,7 +308,7 @@ fn skips_empty_rows(case: &Case, made: &Schedule) {
         .map(|(row, _)| row)
         .collect();
     let all_live = live.len() + 1 == case.kv_indptr.len();
-    if case.params.empty_rows == EmptyRows::Aiter && !all_live {
+    if gives_empty_rows_works(case) && !all_live {
         return;
     }
     let mut dense = vec![0];
@@ -283,6 +354,7 @@ fn finishes_not_before_the_bound(input: &mut Input<'_>, made: &Schedule) {
         piece: cost(),
         whole: cost(),
         slot: cost(),
+        merge: cost(),
     });
     for table in &tables {
         let quality = made.quality(table);
@@ -332,10 +404,7 @@ fn write_in_place(input: &mut Input<'_>, case: &Case, made: Option<&Schedule>) {
     };
     let wanted = [
         params.num_cus.saturating_add(1),
-        tiles
-            .saturating_add(params.num_cus)
-            .saturating_sub(1)
-            .saturating_mul(WORK_WORDS),
+        most_works(case).saturating_mul(WORK_WORDS),
         tiles.saturating_add(1),
     ];
     let sizes = wanted.map(|wanted| size(wanted).min(MOST_WORKS * WORK_WORDS));

@@ -3,8 +3,8 @@
 use mlaplan::PlanError;
 use mlaplan::batch::{Batch, Lengths};
 use mlaplan::rows::{kv_indptr, request_ids, row_lengths};
-use mlaplan::schedule::{EmptyRows, ScheduleParams, Variant, schedule};
-use mlaplan::split::max_split_per_batch;
+use mlaplan::schedule::{CostTable, EmptyRows, Policy, ScheduleParams, Variant, schedule};
+use mlaplan::split::{max_split_per_batch, split_budget};
 use mlaplan::step::{Action, ClassLayout, Decision, StepConfig, StepPlanner};
 
 use super::input::Input;
@@ -105,17 +105,26 @@ pub fn run(data: &[u8]) {
 
 impl History {
     fn new(input: &mut Input<'_>) -> Self {
-        let num_cus = input.pick(&[1, 2, 5, 40]);
+        let choice = input.byte();
+        let num_cus = [1, 2, 5, 40][usize::from(choice % 4)];
         let fold = 1 + input.below(3);
         let classes = input.pick(&[&[1_usize, 2, 4, 9, 16][..], &[16], &[3, 16]]);
+        let topk = input.pick(&[1, 2, 17, 40, 300, i32::MAX / 16]);
+        let split_budget = input.pick(&[None, Some(-1), Some(1), Some(3)]);
+        let min_tokens_per_split = input.pick(&[8, 1, 128]);
+        let policy = policy(input, choice / 4, topk);
         let config = StepConfig {
             max_requests: MAX_REQUESTS,
-            topk: input.pick(&[1, 2, 17, 40, 300, i32::MAX / 16]),
+            topk,
             num_cus,
             fold,
-            split_budget: input.pick(&[None, Some(-1), Some(1), Some(3)]),
-            min_tokens_per_split: input.pick(&[8, 1, 128]),
-            classes: classes.iter().map(|&rows| layout(rows, num_cus, fold)).collect(),
+            split_budget,
+            min_tokens_per_split,
+            policy,
+            classes: classes
+                .iter()
+                .map(|&rows| layout(rows, num_cus, fold, policy.max_works(rows * fold, num_cus, topk)))
+                .collect(),
         };
         let words = config.classes.last().unwrap().words;
         Self {
@@ -362,10 +371,30 @@ fn truth(input: &mut Input<'_>) -> Truth {
     truth
 }
 
-fn layout(rows: usize, num_cus: usize, fold: usize) -> ClassLayout {
+/// The policy by a few bits; more is read for others than aiter's only, so that older seeds say what they said.
+fn policy(input: &mut Input<'_>, bits: u8, topk: i32) -> Policy {
+    let mut table = || {
+        input.pick(&[
+            CostTable::AITER,
+            CostTable::BF16_HEADS_16,
+            CostTable::GFX942_FP8_HEADS_16,
+        ])
+    };
+    match bits % 8 {
+        4 | 5 => Policy::Balanced(table()),
+        6 | 7 => Policy::Invariant {
+            table: table(),
+            // At most 32 pieces a row, so that the arrays stay small.
+            piece_tokens: (topk / 32 + 1).max(i32::from(input.byte())),
+        },
+        _ => Policy::Aiter,
+    }
+}
+
+fn layout(rows: usize, num_cus: usize, fold: usize, capacity: usize) -> ClassLayout {
     let tiles = rows * fold;
     // Gaps on purpose: nothing may be written between the arrays.
-    let sizes = [rows, rows + 1, num_cus + 1, tiles + 1, 8 * (tiles + num_cus - 1)];
+    let sizes = [rows, rows + 1, num_cus + 1, tiles + 1, 8 * capacity];
     let mut offsets = [0; 5];
     let mut words = 0;
     for (offset, size) in offsets.iter_mut().zip(sizes) {
@@ -417,14 +446,15 @@ fn launch(arena: &mut [i32], plan: &[i32], layout: &ClassLayout, config: &StepCo
 fn from_nothing(truth: &Truth, layout: &ClassLayout, config: &StepConfig) -> Vec<i32> {
     let lengths = row_lengths(&truth.query_start_loc, &truth.seq_lens, config.topk, None).unwrap();
     let longest = lengths.iter().copied().max().unwrap_or(0);
-    let budget = config.split_budget.unwrap_or_else(|| {
-        max_split_per_batch(
+    let budget = config.split_budget.unwrap_or_else(|| match config.policy {
+        Policy::Balanced(table) => split_budget(longest, &table, config.num_cus).unwrap(),
+        _ => max_split_per_batch(
             longest.into(),
             config.topk,
             config.num_cus,
             config.min_tokens_per_split,
         )
-        .unwrap()
+        .unwrap(),
     });
     let mut indptr = kv_indptr(&lengths).unwrap();
     let params = ScheduleParams {
@@ -433,6 +463,7 @@ fn from_nothing(truth: &Truth, layout: &ClassLayout, config: &StepConfig) -> Vec
         fold: config.fold,
         variant: Variant::Parallel,
         empty_rows: EmptyRows::Skip,
+        policy: config.policy,
     };
     let plan = schedule(&indptr, &params).unwrap();
     let mut content = request_ids(&truth.query_start_loc, Some(layout.rows)).unwrap();

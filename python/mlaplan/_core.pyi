@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 _Int32: TypeAlias = npt.NDArray[np.int32]
+# A table, or its six numbers in the order of its field `fields`.
+_Costs: TypeAlias = CostTable | tuple[int, int, int, int, int, int]
 
 __all__ = [
     "CostTable",
@@ -21,12 +23,15 @@ __all__ = [
     "__version__",
     "buffer_shapes",
     "build_profile",
+    "cost_table",
     "kv_indptr",
     "max_split_per_batch",
     "request_ids",
     "row_lengths",
     "schedule",
     "segment_lengths",
+    "split_budget",
+    "split_budgets",
     "support",
 ]
 
@@ -132,37 +137,25 @@ class Schedule:
         num_works: W.
         num_partials: M.
         num_slots: Slots that the budget allows.
-        blocks_per_slot: Blocks of 16 tokens that a slot is given, a row's overhead of 16 included.
+        blocks_per_slot: Blocks of 16 tokens that aiter's walk gives a slot, a row's overhead of 16 included.
         first_unsafe_work: Slot and work of the first empty work that others of its slot come after; None if there is
             none.
-        finish_time: Cost of the longest slot by aiter's table, in blocks.
-        lower_bound: Cost below which no schedule on `num_slots` slots can finish, in blocks.
+        finish_time: Cost of the longest slot by the cost table given, else by aiter's own, in blocks.
+        lower_bound: Cost below which no schedule on `num_slots` slots can finish, in the same unit.
     """
 
-    @property
-    def work_indptr(self) -> _Int32: ...
-    @property
-    def work_info(self) -> _Int32: ...
-    @property
-    def reduce_indptr(self) -> _Int32: ...
-    @property
-    def reduce_final_map(self) -> _Int32: ...
-    @property
-    def reduce_partial_map(self) -> _Int32: ...
-    @property
-    def num_works(self) -> int: ...
-    @property
-    def num_partials(self) -> int: ...
-    @property
-    def num_slots(self) -> int: ...
-    @property
-    def blocks_per_slot(self) -> int: ...
-    @property
-    def first_unsafe_work(self) -> tuple[int, int] | None: ...
-    @property
-    def finish_time(self) -> int: ...
-    @property
-    def lower_bound(self) -> int: ...
+    work_indptr: Final[_Int32]
+    work_info: Final[_Int32]
+    reduce_indptr: Final[_Int32]
+    reduce_final_map: Final[_Int32]
+    reduce_partial_map: Final[_Int32]
+    num_works: Final[int]
+    num_partials: Final[int]
+    num_slots: Final[int]
+    blocks_per_slot: Final[int]
+    first_unsafe_work: Final[tuple[int, int] | None]
+    finish_time: Final[int]
+    lower_bound: Final[int]
     @property
     def is_safe(self) -> bool:
         """Whether a decode kernel may run it: an empty work ends its slot in aiter's kernels."""
@@ -176,18 +169,24 @@ def schedule(
     variant: str = "parallel",
     policy: str = "aiter",
     skip_empty: bool = False,
+    cost_table: _Costs | None = None,
+    piece_tokens: int | None = None,
 ) -> Schedule:
-    """The schedule of aiter's v1.2 planner, bit for bit, for one query per row.
+    """The schedule of the rows, one query per row; with policy "aiter" that of aiter's v1.2 planner, bit for bit.
 
     Args:
         kv_indptr: Running sum of row lengths, in tokens. Shape (T + 1,), int32, non-decreasing.
         num_cus: Compute units, the number of slots.
-        max_split_per_batch: Split budget: at most this times the tiles slots are used; -1 for no limit.
+        max_split_per_batch: Split budget: at most this times the tiles slots are used; -1 for no limit. "invariant"
+            uses all slots.
         fold: Tiles per row.
         variant: "parallel" or "serial", aiter's two kernels. They differ only where a row is empty.
-        policy: "aiter".
-        skip_empty: Give empty rows no work and no weight, as every plan of a `Planner` does. Otherwise the result is
-            aiter's, which may be unsafe to run: see `Schedule.is_safe`.
+        policy: "aiter"; "balanced" for a longest slot that by the cost table is never longer than aiter's; "invariant"
+            for pieces that depend on their row alone. `docs/design.md` defines them.
+        skip_empty: Give empty rows no work and no weight, as every plan of a `Planner` and every policy but "aiter"
+            does. Otherwise the result is aiter's, which may be unsafe to run: see `Schedule.is_safe`.
+        cost_table: What works cost. Needed by "balanced" and "invariant"; else what the quality is told by.
+        piece_tokens: Tokens of a piece, needed by "invariant".
 
     Returns:
         The schedule.
@@ -201,15 +200,22 @@ def schedule(
 class CostTable:
     """What works cost on one kernel: a slot costs `slot`, a work a fixed part and `block` for each begun block.
 
+    A policy takes costs of at most 2^24, a block of at least 1, and `piece <= whole + block`.
+
     Attributes:
         block_tokens: KV tokens of a block.
         block: Cost of a block.
         piece: Fixed cost of a piece of a cut row.
         whole: Fixed cost of a whole row.
         slot: Cost of a slot that has works.
+        merge: Cost of merging one piece, which weighs in the split budget only. For aiter's kernels it is assumed: the
+            4 KiB that a piece and head write and read back, at the price of a block's bytes.
+        fields: The six numbers, in this order.
     """
 
-    def __new__(cls, *, block_tokens: int, block: int, piece: int, whole: int, slot: int) -> CostTable: ...
+    def __new__(
+        cls, *, block_tokens: int, block: int, piece: int, whole: int, slot: int, merge: int = 0
+    ) -> CostTable: ...
     @staticmethod
     def named(name: str) -> CostTable:
         """The table of a known kernel.
@@ -223,16 +229,15 @@ class CostTable:
             ValueError: The name is not known.
         """
 
-    @property
-    def block_tokens(self) -> int: ...
-    @property
-    def block(self) -> int: ...
-    @property
-    def piece(self) -> int: ...
-    @property
-    def whole(self) -> int: ...
-    @property
-    def slot(self) -> int: ...
+    block_tokens: Final[int]
+    block: Final[int]
+    piece: Final[int]
+    whole: Final[int]
+    slot: Final[int]
+    merge: Final[int]
+    fields: Final[tuple[int, int, int, int, int, int]]
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
     def finish_time(self, work_indptr: _Int32, work_info: _Int32) -> int:
         """Cost of the longest slot.
 
@@ -253,6 +258,49 @@ class CostTable:
             ValueError: A number is out of range.
         """
 
+def cost_table(arch: str, heads: int, q_dtype: str, kv_dtype: str) -> CostTable | None:
+    """What works cost on aiter's kernel for a shape, by the instructions counted in an emulator, in tenths of one.
+
+    Args:
+        arch: "gfx942" or "gfx950".
+        heads: Query heads of a tile, that is padded and after folding.
+        q_dtype: "bf16", "fp16" or "fp8".
+        kv_dtype: "bf16", "fp16" or "fp8".
+
+    Returns:
+        The table, None for a kernel that was not counted.
+
+    Raises:
+        ValueError: A name is not known, or a number out of range.
+    """
+
+def split_budget(longest_row: int, *, cost_table: _Costs, num_cus: int) -> int:
+    """Split budget by the cost table: the pieces that make the longest row's longest piece and its merge cheapest.
+
+    Args:
+        longest_row: Length of the longest row, in tokens, not negative.
+        cost_table: What works cost.
+        num_cus: Compute units.
+
+    Returns:
+        At least 1, at most `num_cus` and the row's blocks.
+
+    Raises:
+        ValueError: A number is out of range, or no policy can follow the table.
+    """
+
+def split_budgets(topk: int, *, cost_table: _Costs, num_cus: int) -> _Int32:
+    """`split_budget` by the blocks of the longest row, for a kernel that cannot search.
+
+    Args:
+        topk: Longest row that there can be, in tokens.
+        cost_table: What works cost.
+        num_cus: Compute units.
+
+    Returns:
+        Shape (ceil(topk / block_tokens) + 1,), int32. Raises as `split_budget`; PlanError for more than 2^16 blocks.
+    """
+
 @final
 class Support:
     """What aiter supports for one shape, one query per row, page size 1.
@@ -269,24 +317,15 @@ class Support:
         reason: One sentence: why there is no persistent decode, or how the shape is planned.
     """
 
-    @property
-    def fold(self) -> int: ...
-    @property
-    def native(self) -> bool: ...
-    @property
-    def padded_heads(self) -> int: ...
-    @property
-    def persistent(self) -> bool: ...
-    @property
-    def non_persistent(self) -> bool: ...
-    @property
-    def lse(self) -> bool: ...
-    @property
-    def plan_used(self) -> bool: ...
-    @property
-    def variant(self) -> str | None: ...
-    @property
-    def reason(self) -> str: ...
+    fold: Final[int]
+    native: Final[bool]
+    padded_heads: Final[int]
+    persistent: Final[bool]
+    non_persistent: Final[bool]
+    lse: Final[bool]
+    plan_used: Final[bool]
+    variant: Final[str | None]
+    reason: Final[str]
 
 def support(
     arch: str, heads: int, q_dtype: str, kv_dtype: str, *, rows: int | None = None, aiter_version: str | None = None
@@ -343,18 +382,12 @@ class Decision:
         row_class: Position of the batch's row class among the planner's.
     """
 
-    @property
-    def action(self) -> str: ...
-    @property
-    def reasons(self) -> tuple[str, ...]: ...
-    @property
-    def key(self) -> int: ...
-    @property
-    def rows(self) -> int: ...
-    @property
-    def padded_rows(self) -> int: ...
-    @property
-    def row_class(self) -> int: ...
+    action: Final[str]
+    reasons: Final[tuple[str, ...]]
+    key: Final[int]
+    rows: Final[int]
+    padded_rows: Final[int]
+    row_class: Final[int]
 
 @final
 class Written:
@@ -368,16 +401,11 @@ class Written:
         split_budget: The budget; -1 for no limit.
     """
 
-    @property
-    def words(self) -> int: ...
-    @property
-    def num_works(self) -> int: ...
-    @property
-    def num_partials(self) -> int: ...
-    @property
-    def num_slots(self) -> int: ...
-    @property
-    def split_budget(self) -> int: ...
+    words: Final[int]
+    num_works: Final[int]
+    num_partials: Final[int]
+    num_slots: Final[int]
+    split_budget: Final[int]
 
 @final
 class StepPlanner:
@@ -396,7 +424,18 @@ class StepPlanner:
         split_budget: int | None,
         min_tokens_per_split: int,
         classes: list[tuple[int, tuple[int, ...], int]],
-    ) -> StepPlanner: ...
+        policy: str = "aiter",
+        cost_table: _Costs | None = None,
+        piece_tokens: int | None = None,
+    ) -> StepPlanner:
+        """A planner whose device buffers hold nothing yet.
+
+        Without a `split_budget` the longest row decides: by the cost table under "balanced", else by work per split.
+        `work_info` of a class holds tiles + num_cus - 1 works, or tiles x ceil(topk / piece_tokens) under "invariant".
+
+        Raises ValueError for a setting out of range, PlanError for more works than 32 bits number.
+        """
+
     def decide(
         self,
         query_start_loc: _Int32,

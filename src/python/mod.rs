@@ -1,6 +1,7 @@
 //! The extension module. The only folder that names Python.
 
 mod arrays;
+mod costs;
 mod error;
 mod functions;
 mod numbers;
@@ -13,11 +14,13 @@ mod _core {
     use pyo3::prelude::*;
 
     #[pymodule_export]
+    use super::costs::{CostTable, cost_table, split_budget, split_budgets};
+    #[pymodule_export]
     use super::error::PlanError;
     #[pymodule_export]
     use super::functions::{kv_indptr, max_split_per_batch, request_ids, row_lengths, segment_lengths};
     #[pymodule_export]
-    use super::schedule::{CostTable, Schedule, schedule};
+    use super::schedule::{Schedule, schedule};
     #[pymodule_export]
     use super::step::{Decision, StepPlanner, Written};
     #[pymodule_export]

@@ -1,121 +1,14 @@
-//! Schedules, their cost and their safety.
+//! Schedules and their safety.
 
 use numpy::{PyArray1, PyArray2};
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use super::arrays::{freeze, freeze_rows, int32};
+use super::costs::{CostsArgument, policy_of};
 use super::numbers::Number;
+use crate::PlanError;
 use crate::rows::MAX_ROWS;
-use crate::schedule::quality::{CostTable as Costs, finish_time, lower_bound};
-use crate::schedule::{EmptyRows, ScheduleParams, Variant, WORK_WORDS, first_unsafe_work};
-use crate::{Expected, PlanError, Rule};
-
-const COST_TABLES: [(&str, Costs); 7] = [
-    ("aiter", Costs::AITER),
-    ("bf16 16", Costs::BF16_HEADS_16),
-    ("bf16/fp8 16", Costs::BF16_FP8_HEADS_16),
-    ("gfx942 fp8 16", Costs::GFX942_FP8_HEADS_16),
-    ("gfx942 fp8 64", Costs::GFX942_FP8_HEADS_64),
-    ("gfx942 fp8 128", Costs::GFX942_FP8_HEADS_128),
-    ("gfx950 bf16 64", Costs::GFX950_BF16_HEADS_64),
-];
-
-/// What works cost on one kernel.
-#[pyclass(frozen, module = "mlaplan._core")]
-#[derive(Debug)]
-pub(super) struct CostTable(Costs);
-
-#[pymethods]
-impl CostTable {
-    #[new]
-    #[pyo3(signature = (*, block_tokens, block, piece, whole, slot))]
-    fn new(
-        block_tokens: Number,
-        block: Number,
-        piece: Number,
-        whole: Number,
-        slot: Number,
-    ) -> PyResult<Self> {
-        let block_tokens = block_tokens.uint32("block_tokens")?;
-        if block_tokens == 0 {
-            let rule = Rule::AtLeast(1);
-            return Err(PlanError::Number {
-                argument: "block_tokens",
-                value: 0,
-                rule,
-            }
-            .into());
-        }
-        Ok(Self(Costs {
-            block_tokens,
-            block: block.uint32("block")?,
-            piece: piece.uint32("piece")?,
-            whole: whole.uint32("whole")?,
-            slot: slot.uint32("slot")?,
-        }))
-    }
-
-    #[staticmethod]
-    fn named(name: &str) -> PyResult<Self> {
-        let found = COST_TABLES.iter().find(|(known, _)| *known == name);
-        found.map(|(_, costs)| Self(*costs)).ok_or_else(|| {
-            let known: Vec<_> = COST_TABLES.iter().map(|(known, _)| *known).collect();
-            PyValueError::new_err(format!("name is {name:?}, known are {}", known.join(", ")))
-        })
-    }
-
-    #[getter]
-    fn block_tokens(&self) -> u32 {
-        self.0.block_tokens
-    }
-
-    #[getter]
-    fn block(&self) -> u32 {
-        self.0.block
-    }
-
-    #[getter]
-    fn piece(&self) -> u32 {
-        self.0.piece
-    }
-
-    #[getter]
-    fn whole(&self) -> u32 {
-        self.0.whole
-    }
-
-    #[getter]
-    fn slot(&self) -> u32 {
-        self.0.slot
-    }
-
-    fn finish_time(&self, work_indptr: &Bound<'_, PyAny>, work_info: &Bound<'_, PyAny>) -> PyResult<u64> {
-        let slots = int32("work_indptr", work_indptr)?;
-        let works = int32("work_info", work_info)?;
-        let (slots, works) = (slots.as_slice()?, works.as_slice()?);
-        check_works(slots, works)?;
-        Ok(finish_time(slots, works, &self.0))
-    }
-
-    #[pyo3(
-        signature = (row_lengths, num_slots, *, fold=Number::Whole(1)),
-        text_signature = "($self, row_lengths, num_slots, *, fold=1)"
-    )]
-    fn lower_bound(&self, row_lengths: &Bound<'_, PyAny>, num_slots: Number, fold: Number) -> PyResult<u64> {
-        let lengths = int32("row_lengths", row_lengths)?;
-        let lengths = lengths.as_slice()?;
-        if let Some(index) = lengths.iter().position(|&length| length < 0) {
-            return Err(negative("row_lengths", index, lengths[index]).into());
-        }
-        Ok(lower_bound(
-            lengths,
-            fold.positive("fold")?,
-            num_slots.positive("num_slots")?,
-            &self.0,
-        ))
-    }
-}
+use crate::schedule::{CostTable, EmptyRows, ScheduleParams, Variant, WORK_WORDS, first_unsafe_work};
 
 /// A schedule that owns its arrays; they are frozen, so handing out the same ones is safe.
 #[pyclass(frozen, module = "mlaplan._core")]
@@ -173,11 +66,11 @@ impl Schedule {
 #[pyo3(
     signature = (
         kv_indptr, *, num_cus, max_split_per_batch=Number::Whole(-1), fold=Number::Whole(1), variant="parallel",
-        policy="aiter", skip_empty=false
+        policy="aiter", skip_empty=false, cost_table=None, piece_tokens=None
     ),
     // Written out because a negative default is not rendered.
     text_signature = "(kv_indptr, *, num_cus, max_split_per_batch=-1, fold=1, variant='parallel', policy='aiter', \
-                      skip_empty=False)"
+                      skip_empty=False, cost_table=None, piece_tokens=None)"
 )]
 #[expect(
     clippy::too_many_arguments,
@@ -192,15 +85,10 @@ pub(super) fn schedule(
     variant: &str,
     policy: &str,
     skip_empty: bool,
+    cost_table: Option<CostsArgument>,
+    piece_tokens: Option<Number>,
 ) -> PyResult<Schedule> {
-    if policy != "aiter" {
-        return Err(PlanError::Name {
-            argument: "policy",
-            value: policy.into(),
-            known: "\"aiter\"",
-        }
-        .into());
-    }
+    let table = cost_table.map(CostsArgument::table).transpose()?;
     let params = ScheduleParams {
         num_cus: num_cus.positive("num_cus")?,
         max_split_per_batch: max_split_per_batch.int32("max_split_per_batch")?,
@@ -223,11 +111,12 @@ pub(super) fn schedule(
         } else {
             EmptyRows::Aiter
         },
+        policy: policy_of(policy, table, piece_tokens)?,
     };
     let indptr = int32("kv_indptr", kv_indptr)?;
     check_tiles(indptr.as_slice()?.len(), &params)?;
     let made = crate::schedule::schedule(indptr.as_slice()?, &params)?;
-    let quality = made.quality(&Costs::AITER);
+    let quality = made.quality(&table.unwrap_or(CostTable::AITER));
     Ok(Schedule {
         num_works: made.counts.num_works,
         num_partials: made.counts.num_partials,
@@ -258,46 +147,4 @@ fn check_tiles(entries: usize, params: &ScheduleParams) -> Result<(), PlanError>
         });
     }
     Ok(())
-}
-
-/// Checks that slots are in order and name works that are there.
-fn check_works(work_indptr: &[i32], work_info: &[i32]) -> Result<(), PlanError> {
-    let expected = Expected::MultipleOf(WORK_WORDS);
-    if !work_info.len().is_multiple_of(WORK_WORDS) {
-        return Err(PlanError::Length {
-            argument: "work_info",
-            actual: work_info.len(),
-            expected,
-        });
-    }
-    let num_works = i64::try_from(work_info.len() / WORK_WORDS).unwrap_or(i64::MAX);
-    let mut previous = 0;
-    for (index, &entry) in work_indptr.iter().enumerate() {
-        let rule = if entry < 0 {
-            Rule::AtLeast(0)
-        } else if entry < previous {
-            Rule::NotBelowPrevious(previous.into())
-        } else if i64::from(entry) > num_works {
-            Rule::AtMost(num_works)
-        } else {
-            previous = entry;
-            continue;
-        };
-        return Err(PlanError::Entry {
-            argument: "work_indptr",
-            index,
-            value: entry.into(),
-            rule,
-        });
-    }
-    Ok(())
-}
-
-fn negative(argument: &'static str, index: usize, value: i32) -> PlanError {
-    PlanError::Entry {
-        argument,
-        index,
-        value: value.into(),
-        rule: Rule::AtLeast(0),
-    }
 }

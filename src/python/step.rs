@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use super::arrays::{int32, int32_mut};
+use super::costs::{CostsArgument, policy_of};
 use super::numbers::Number;
 use crate::batch::{Batch, Lengths};
 use crate::step::{Action, ClassLayout, StepConfig};
@@ -112,7 +113,13 @@ impl StepPlanner {
 #[pymethods]
 impl StepPlanner {
     #[new]
-    #[pyo3(signature = (*, max_requests, topk, num_cus, fold, split_budget, min_tokens_per_split, classes))]
+    #[pyo3(
+        signature = (
+            *, max_requests, topk, num_cus, fold, split_budget, min_tokens_per_split, classes, policy="aiter",
+            cost_table=None, piece_tokens=None
+        )
+    )]
+    #[expect(clippy::too_many_arguments, reason = "named on the Python side")]
     fn new(
         max_requests: Number,
         topk: Number,
@@ -121,7 +128,11 @@ impl StepPlanner {
         split_budget: Option<Number>,
         min_tokens_per_split: Number,
         classes: &Bound<'_, PyAny>,
+        policy: &str,
+        cost_table: Option<CostsArgument>,
+        piece_tokens: Option<Number>,
     ) -> PyResult<Self> {
+        let table = cost_table.map(CostsArgument::table).transpose()?;
         let config = StepConfig {
             max_requests: max_requests.positive("max_requests")?,
             topk: topk.int32("topk")?,
@@ -132,6 +143,7 @@ impl StepPlanner {
                 .transpose()?,
             min_tokens_per_split: min_tokens_per_split.int32("min_tokens_per_split")?,
             classes: class_layouts(classes)?,
+            policy: policy_of(policy, table, piece_tokens)?,
         };
         Ok(Self(Mutex::new(crate::step::StepPlanner::new(config)?)))
     }

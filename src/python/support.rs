@@ -135,7 +135,7 @@ pub(super) fn buffer_shapes<'py>(
 }
 
 /// Reads a dtype; the error says which of the two it was.
-fn dtype(argument: &'static str, name: &str) -> Result<Dtype, PlanError> {
+pub(super) fn dtype(argument: &'static str, name: &str) -> Result<Dtype, PlanError> {
     name.parse().map_err(|error| match error {
         PlanError::Name { value, known, .. } => PlanError::Name {
             argument,

@@ -6,14 +6,23 @@
 //! tokens. A *tile* is a row after folding: token row `b` with fold `f` is tiles `b * f .. (b + 1) * f`.
 //!
 //! The arrays are aiter's, as made by its v1.2 planner (`get_mla_metadata_v1` with `fast_mode=True`) for one query per
-//! row, page size 1 and granularity 16.
+//! row, page size 1 and granularity 16. With [`Policy::Aiter`] so is what is in them.
 
+mod balanced;
+pub mod cost;
+mod demand;
+mod invariant;
+mod prices;
 pub mod quality;
 mod safety;
+mod search;
+mod sink;
 mod walk;
+mod write;
 
+pub use cost::CostTable;
 pub use safety::{check, first_unsafe_work, is_safe};
-pub use walk::write_schedule;
+pub use write::write_schedule;
 
 use crate::support::Arch;
 use crate::{PlanError, Rule};
@@ -47,6 +56,60 @@ pub enum EmptyRows {
     Skip,
 }
 
+/// The function from the rows to their schedule; `docs/design.md` has the definitions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Policy {
+    /// aiter's own schedule.
+    Aiter,
+    /// A shorter longest slot, by what works cost: never longer than aiter's under the same table.
+    Balanced(CostTable),
+    /// Pieces that depend on their row alone, dealt out by what they cost.
+    Invariant {
+        /// What works cost.
+        table: CostTable,
+        /// Tokens of a piece, at least 1; the last piece of a row may be shorter.
+        piece_tokens: i32,
+    },
+}
+
+impl Policy {
+    /// Checks the ranges.
+    ///
+    /// # Errors
+    ///
+    /// As [`CostTable::validate`], and [`PlanError::Number`] if `piece_tokens` is less than 1.
+    pub fn validate(&self) -> Result<(), PlanError> {
+        match *self {
+            Self::Aiter => Ok(()),
+            Self::Balanced(table) => table.validate(),
+            Self::Invariant { table, piece_tokens } => {
+                if piece_tokens < 1 {
+                    return Err(PlanError::Number {
+                        argument: "piece_tokens",
+                        value: piece_tokens.into(),
+                        rule: Rule::AtLeast(1),
+                    });
+                }
+                table.validate()
+            }
+        }
+    }
+
+    /// Most works of `tiles` tiles of at most `topk` tokens on `num_cus` compute units.
+    pub fn max_works(&self, tiles: usize, num_cus: usize, topk: i32) -> usize {
+        match *self {
+            Self::Aiter | Self::Balanced(_) => tiles.saturating_add(num_cus).saturating_sub(1),
+            Self::Invariant { piece_tokens, .. } => {
+                let pieces = topk
+                    .max(0)
+                    .unsigned_abs()
+                    .div_ceil(piece_tokens.max(1).unsigned_abs());
+                tiles.saturating_mul(usize::try_from(pieces).unwrap_or(usize::MAX))
+            }
+        }
+    }
+}
+
 /// Everything a schedule depends on beside the row lengths.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ScheduleParams {
@@ -58,8 +121,10 @@ pub struct ScheduleParams {
     pub fold: usize,
     /// Which of aiter's kernels to follow.
     pub variant: Variant,
-    /// What rows of length 0 get.
+    /// What rows of length 0 get; nothing under a policy other than [`Policy::Aiter`], whatever this says.
     pub empty_rows: EmptyRows,
+    /// How the rows are placed.
+    pub policy: Policy,
 }
 
 impl ScheduleParams {
@@ -68,7 +133,7 @@ impl ScheduleParams {
     /// # Errors
     ///
     /// [`PlanError::Number`] if `num_cus` or `fold` is 0 or above its limit, or if `max_split_per_batch` is neither -1
-    /// nor positive (aiter would divide by zero at 0).
+    /// nor positive (aiter would divide by zero at 0); as [`Policy::validate`].
     pub fn validate(&self) -> Result<(), PlanError> {
         check_num_cus(self.num_cus)?;
         check_range("fold", self.fold, MAX_FOLD)?;
@@ -79,7 +144,15 @@ impl ScheduleParams {
                 rule: Rule::MinusOneOrPositive,
             });
         }
-        Ok(())
+        self.policy.validate()
+    }
+
+    /// What rows of length 0 really get.
+    pub(crate) fn empty_rows_of_policy(&self) -> EmptyRows {
+        match self.policy {
+            Policy::Aiter => self.empty_rows,
+            Policy::Balanced(_) | Policy::Invariant { .. } => EmptyRows::Skip,
+        }
     }
 }
 
@@ -119,7 +192,7 @@ pub struct ScheduleCounts {
     pub num_partials: usize,
     /// Slots that the plan may use: `min(num_cus, max_split_per_batch * tiles)`.
     pub num_slots: usize,
-    /// Blocks per slot, row overhead included. i64 because folded totals pass 32 bits.
+    /// Blocks per slot by aiter's walk, row overhead included. i64 because folded totals pass 32 bits.
     pub blocks_per_slot: i64,
 }
 
@@ -128,7 +201,8 @@ pub struct ScheduleCounts {
 pub struct ScheduleArrays<'a> {
     /// First work of each slot. Exactly `num_cus + 1` entries: their number sets the decode kernel's grid.
     pub work_indptr: &'a mut [i32],
-    /// The works, 8 words each, at least `(tiles + num_cus - 1) * 8` entries. Entries behind the last work are left alone.
+    /// The works, 8 words each, 8 entries for each that there may be: `tiles + num_cus - 1`, or
+    /// the pieces of all tiles under [`Policy::Invariant`]. Entries behind the last work are left alone.
     pub work_info: &'a mut [i32],
     /// First partial of each tile, at least `tiles + 1` entries. Filled to its end, with the total behind the last tile.
     pub reduce_indptr: &'a mut [i32],
@@ -168,7 +242,7 @@ pub struct Schedule {
 /// # Examples
 ///
 /// ```
-/// use mlaplan::schedule::{EmptyRows, ScheduleParams, Variant, schedule};
+/// use mlaplan::schedule::{EmptyRows, Policy, ScheduleParams, Variant, schedule};
 ///
 /// let params = ScheduleParams {
 ///     num_cus: 304,
@@ -176,6 +250,7 @@ pub struct Schedule {
 ///     fold: 1,
 ///     variant: Variant::Parallel,
 ///     empty_rows: EmptyRows::Skip,
+///     policy: Policy::Aiter,
 /// };
 /// let one_row = schedule(&[0, 2048], &params)?;
 /// assert_eq!(one_row.counts.num_works, 4);
@@ -183,9 +258,9 @@ pub struct Schedule {
 /// # Ok::<(), mlaplan::PlanError>(())
 /// ```
 pub fn schedule(kv_indptr: &[i32], params: &ScheduleParams) -> Result<Schedule, PlanError> {
-    let demand = walk::Demand::of(kv_indptr, params)?;
+    let demand = demand::Demand::of(kv_indptr, params)?;
     let mut work_indptr = zeros(params.num_cus + 1)?;
-    let mut work_info = zeros(demand.max_works(params) * WORK_WORDS)?;
+    let mut work_info = zeros(demand.max_works * WORK_WORDS)?;
     let mut reduce_indptr = zeros(demand.tiles + 1)?;
     let mut out = ScheduleArrays {
         work_indptr: &mut work_indptr,
@@ -260,6 +335,7 @@ mod tests {
         fold: 1,
         variant: Variant::Parallel,
         empty_rows: EmptyRows::Aiter,
+        policy: Policy::Aiter,
     };
 
     fn full_rows(rows: i32) -> Vec<i32> {

@@ -1,72 +1,6 @@
 //! How good a schedule is: its finish time, and a bound that no schedule of the same rows can beat.
 
-use super::WORK_WORDS;
-
-/// What works cost on a kernel. A work costs a fixed amount and so much per block that it touches; a slot costs a fixed
-/// amount whether it has works or not.
-///
-/// Costs are integers in tenths of an instruction per wave (in planner blocks for [`CostTable::AITER`]). Integers, because the
-/// measured figures are exact in tenths, sums do not depend on their order, and a finish time can be compared with
-/// a bound without a tolerance. Only ratios mean anything across tables.
-///
-/// The figures other than [`CostTable::AITER`] are counts from executing aiter's decode kernels in an emulator of the
-/// instruction set. They are not times.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct CostTable {
-    /// KV tokens that the kernel takes at once; a shorter rest costs as much. 0 counts as 1.
-    pub block_tokens: u32,
-    /// Cost of a block.
-    pub block: u32,
-    /// Fixed cost of a work that is a piece of a cut row.
-    pub piece: u32,
-    /// Fixed cost of a work that is a whole row.
-    pub whole: u32,
-    /// Fixed cost of a slot.
-    pub slot: u32,
-}
-
-impl CostTable {
-    /// What aiter's planner assumes for every kernel, in blocks of 16 tokens.
-    pub const AITER: Self = Self {
-        block_tokens: 16,
-        block: 1,
-        piece: 16,
-        whole: 16,
-        slot: 0,
-    };
-    /// bf16 query and KV, 16 heads, gfx942 and gfx950.
-    pub const BF16_HEADS_16: Self = Self::measured(16, 3115, 11_330, 15_460);
-    /// bf16 query, fp8 KV, 16 heads.
-    pub const BF16_FP8_HEADS_16: Self = Self::measured(16, 3315, 11_340, 15_470);
-    /// fp8 query and KV, 16 heads, gfx942.
-    pub const GFX942_FP8_HEADS_16: Self = Self::measured(64, 3435, 8920, 10_040);
-    /// fp8 query and KV, 64 heads, gfx942.
-    pub const GFX942_FP8_HEADS_64: Self = Self::measured(32, 6465, 16_580, 20_770);
-    /// fp8 query and KV, 128 heads, gfx942.
-    pub const GFX942_FP8_HEADS_128: Self = Self::measured(32, 6325, 20_900, 29_300);
-    /// bf16 query and KV, 64 heads, gfx950.
-    pub const GFX950_BF16_HEADS_64: Self = Self::measured(32, 3657, 17_360, 16_470);
-
-    const fn measured(block_tokens: u32, block: u32, piece: u32, whole: u32) -> Self {
-        Self {
-            block_tokens,
-            block,
-            piece,
-            whole,
-            slot: 310,
-        }
-    }
-
-    /// Cost of a work of `tokens` tokens, `whole` if it is a whole row.
-    pub fn work(&self, tokens: u32, whole: bool) -> u64 {
-        let fixed = if whole { self.whole } else { self.piece };
-        self.blocks(tokens) * u64::from(self.block) + u64::from(fixed)
-    }
-
-    fn blocks(&self, tokens: u32) -> u64 {
-        u64::from(tokens.div_ceil(self.block_tokens.max(1)))
-    }
-}
+use super::{CostTable, WORK_WORDS};
 
 /// Returns the cost of the most expensive slot, 0 if there are no slots.
 ///
@@ -278,7 +212,7 @@ impl super::Schedule {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{EmptyRows, ScheduleParams, Variant, schedule};
+    use super::super::{EmptyRows, Policy, ScheduleParams, Variant, schedule};
     use super::*;
 
     fn full_rows(rows: i32, num_cus: usize, table: &CostTable) -> Quality {
@@ -289,6 +223,7 @@ mod tests {
             fold: 1,
             variant: Variant::Parallel,
             empty_rows: EmptyRows::Skip,
+            policy: Policy::Aiter,
         };
         schedule(&kv_indptr, &params).unwrap().quality(table)
     }
@@ -324,6 +259,7 @@ mod tests {
             piece: 3,
             whole: 5,
             slot: 2,
+            merge: 0,
         };
         // One slot: everything whole.
         assert_eq!(lower_bound(&[16, 32], 1, 1, &table), 2 + 15 + 25);
@@ -346,6 +282,7 @@ mod tests {
             piece: u32::MAX,
             whole: u32::MAX,
             slot: u32::MAX,
+            merge: u32::MAX,
         };
         let free = CostTable {
             block_tokens: 0,
@@ -353,6 +290,7 @@ mod tests {
             piece: 0,
             whole: 0,
             slot: 0,
+            merge: 0,
         };
         let info = [0, -1, 0, 1, i32::MIN, i32::MAX, 0, 0, 1];
         for table in [huge, free] {

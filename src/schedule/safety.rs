@@ -54,7 +54,7 @@ pub fn check(
     work_info: &[i32],
     reduce_indptr: &[i32],
 ) -> Result<(), PlanError> {
-    let demand = super::walk::Demand::of(kv_indptr, params)?;
+    let demand = super::demand::Demand::of(kv_indptr, params)?;
     let slots = params.num_cus + 1;
     if work_indptr.len() != slots {
         let expected = Expected::Exactly(slots);
@@ -141,7 +141,7 @@ fn check_work(
     if tile.empty {
         // Its one work, where it may have one, is empty too.
         keep(5, Rule::Equal(start.into()))?;
-        let allowed = usize::from(params.empty_rows == EmptyRows::Aiter);
+        let allowed = usize::from(params.empty_rows_of_policy() == EmptyRows::Aiter);
         if tile.works >= allowed {
             return Err(PlanError::Entry {
                 argument: "works of empty row",
@@ -213,7 +213,7 @@ fn index(value: i32) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Schedule, Variant, schedule};
+    use super::super::{Policy, Schedule, Variant, schedule};
     use super::*;
 
     const SKIP: ScheduleParams = ScheduleParams {
@@ -222,6 +222,7 @@ mod tests {
         fold: 1,
         variant: Variant::Serial,
         empty_rows: EmptyRows::Skip,
+        policy: Policy::Aiter,
     };
     const AITER: ScheduleParams = ScheduleParams {
         num_cus: 2,

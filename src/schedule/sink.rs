@@ -1,0 +1,111 @@
+//! Where the works of a policy go: into the arrays, or nowhere but a sum.
+
+use super::WORK_WORDS;
+
+/// Takes works in the order of slots.
+pub(super) trait Sink {
+    /// A whole row.
+    fn whole(&mut self, tile: i32, start: i32, end: i32);
+    /// Positions `from .. to` of a row that is cut and that ends at `end`.
+    fn piece(&mut self, tile: i32, from: i32, to: i32, end: i32);
+    /// The works that follow are the next slot's.
+    fn open_slot(&mut self);
+}
+
+/// A policy, placing the tiles one after the other.
+pub(super) trait Placer {
+    /// Places a tile that is not empty.
+    fn place(&mut self, tile: i32, start: i32, end: i32);
+    /// Passes a tile of length 0.
+    fn place_empty(&mut self, _tile: i32, _position: i32) {}
+    /// What is written, to count the partials.
+    fn writer(&self) -> &Writer<'_>;
+}
+
+/// Places every tile and writes where the partials of each end.
+#[inline]
+pub(super) fn place_all(kv_indptr: &[i32], fold: usize, reduce_indptr: &mut [i32], placer: &mut impl Placer) {
+    reduce_indptr[0] = 0;
+    let tiles = (kv_indptr.len() - 1) * fold;
+    let (live, behind) = reduce_indptr[1..].split_at_mut(tiles);
+    let mut reduce_ends = live.chunks_exact_mut(fold);
+    let mut tile = 0;
+    let origin = kv_indptr[0];
+    for bounds in kv_indptr.windows(2) {
+        let (start, end) = (bounds[0] - origin, bounds[1] - origin);
+        for reduce_end in reduce_ends.next().into_iter().flatten() {
+            if start < end {
+                placer.place(tile, start, end);
+            } else {
+                placer.place_empty(tile, start);
+            }
+            *reduce_end = placer.writer().num_partials;
+            tile += 1;
+        }
+    }
+    behind.fill(placer.writer().num_partials);
+}
+
+/// Writes works into the arrays.
+#[derive(Debug)]
+pub(super) struct Writer<'a> {
+    work_indptr: &'a mut [i32],
+    work_info: &'a mut [[i32; WORK_WORDS]],
+    slot: usize,
+    num_works: usize,
+    num_partials: i32,
+}
+
+impl<'a> Writer<'a> {
+    pub(super) fn new(work_indptr: &'a mut [i32], work_info: &'a mut [i32]) -> Self {
+        work_indptr[0] = 0;
+        Self {
+            work_indptr,
+            work_info: work_info.as_chunks_mut().0,
+            slot: 0,
+            num_works: 0,
+            num_partials: 0,
+        }
+    }
+
+    #[inline]
+    fn push(&mut self, work: [i32; WORK_WORDS]) {
+        self.work_info[self.num_works] = work;
+        self.num_works += 1;
+    }
+
+    /// Ends the last slot and leaves the ones behind it empty; returns the numbers of works and partials.
+    pub(super) fn finish(self) -> (usize, usize) {
+        self.work_indptr[self.slot + 1..].fill(narrow(self.num_works));
+        (self.num_works, usize::try_from(self.num_partials).unwrap_or(0))
+    }
+}
+
+impl Sink for Writer<'_> {
+    #[inline]
+    fn whole(&mut self, tile: i32, start: i32, end: i32) {
+        self.push([tile, -1, tile, tile + 1, start, end, 0, 0]);
+    }
+
+    #[inline]
+    fn piece(&mut self, tile: i32, from: i32, to: i32, end: i32) {
+        self.push([tile, self.num_partials, tile, tile + 1, from, to, end - to, 0]);
+        self.num_partials += 1;
+    }
+
+    #[inline]
+    fn open_slot(&mut self) {
+        self.slot += 1;
+        self.work_indptr[self.slot] = narrow(self.num_works);
+    }
+}
+
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    reason = "the number of works was checked to fit before the walk"
+)]
+#[inline]
+fn narrow(num_works: usize) -> i32 {
+    num_works as i32
+}
