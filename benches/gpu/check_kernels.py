@@ -30,12 +30,17 @@ from plan_cases import (  # noqa: E402
     random_case,
     stale_starts,
     wild_case,
+    with_policy,
 )
 
 from mlaplan.kernels.plan import plan  # noqa: E402
 
-# One code is compiled per block size, fold and handling of empty rows, so a few classes stand for all.
+# One code is compiled per block size, fold, policy and handling of empty rows, so a few classes stand for all.
 _CLASSES = (64, 512, 4096)
+_FOLDS = ((1, 8), (1, 3), (1, 8))
+# Batches of sixty that are planned under another policy, in the two smaller classes: the reference of "balanced" tries
+# its capacities one after the other and takes seconds for thousands of rows.
+_POLICIES = {7: "balanced", 10: "invariant", 24: "balanced", 33: "invariant"}
 
 
 def run(case: Case) -> Any:
@@ -72,7 +77,10 @@ def random_batch(rng: np.random.Generator, number: int) -> Case:
     live = max(1, int(num_rows ** rng.uniform(0.2, 1.0)))
     case = wild_case(rng, max_rows=num_rows) if number % 10 == 9 else random_case(rng, max_rows=live)
     params = case.params if num_rows == _CLASSES[1] else replace(case.params, empty_rows="skip", variant="parallel")
-    return replace(case, name=f"batch {number}", num_rows=num_rows, params=params)
+    params = replace(params, fold=int(rng.choice(_FOLDS[number % len(_CLASSES)])))
+    case = replace(case, name=f"batch {number}", num_rows=num_rows, params=params)
+    policy = _POLICIES.get(number % 60)
+    return case if policy is None else with_policy(rng, case, policy)
 
 
 def check_random(seconds: float, seed: int) -> int:
@@ -101,7 +109,9 @@ def main() -> None:
         results.append(f"reference vectors: {check_vectors(folder)} plans, 0 differences")
     else:
         results.append(f"reference vectors: not checked, no folder {folder / 'golden'}")
-    results.append(f"random batches: {check_random(given.seconds, given.seed)}, 0 differences, seed {given.seed}")
+    number = check_random(given.seconds, given.seed)
+    results.append(f"random batches: {number}, 0 differences, seed {given.seed}")
+    results.append("one in thirty was planned under each of balanced and invariant")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     print("\n".join(results))
 

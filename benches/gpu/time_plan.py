@@ -13,6 +13,8 @@ import torch
 from common import graph_us, host_us, parser, plugin, publish, refuse_debug, table
 
 import mlaplan
+from mlaplan.layout import PlanArrays
+from mlaplan.reference import plan as reference
 
 ROWS = (1, 8, 64, 256, 512, 1024, 4096)
 BATCHES = ((1, 1, 5000), (64, 1, 5000), (128, 4, 5000), (256, 1, 5000), (256, 1, 700), (512, 4, 9000))
@@ -30,9 +32,22 @@ def decode_batch(requests: int, tokens: int, lengths: np.ndarray, **more: Any) -
     )
 
 
+def _check_by_reference(planner: mlaplan.Planner, plan: mlaplan.Plan, batch: mlaplan.Batch) -> None:
+    """Compares the arrays of a plan with those of the reference."""
+    wanted = PlanArrays(*(np.zeros(array.shape, np.int32) for array in plan.arrays))
+    reference.plan(batch.query_start_loc, batch.lengths.seq_lens, wanted, planner.params)
+    works = int(wanted.work_indptr[-1])
+    for name, want, got in zip(PlanArrays._fields, wanted, plan.arrays, strict=True):
+        count = works if name == "work_info" else None
+        assert np.array_equal(want[:count], got[:count].cpu().numpy()), f"{name} is wrong: not timed"
+
+
 def check(planner: mlaplan.Planner, plan: mlaplan.Plan, batch: mlaplan.Batch) -> None:
     """Compares a plan with the core's before anything is timed."""
     lengths = mlaplan.row_lengths(batch.query_start_loc, batch.lengths.seq_lens, planner.params.topk)
+    if planner.params.policy != "aiter":
+        _check_by_reference(planner, plan, batch)
+        return
     wanted = mlaplan.schedule(
         mlaplan.kv_indptr(lengths),
         num_cus=planner.params.num_cus,
@@ -46,25 +61,30 @@ def check(planner: mlaplan.Planner, plan: mlaplan.Plan, batch: mlaplan.Batch) ->
     assert np.array_equal(works, wanted.work_info), "the plan is wrong: not timed"
 
 
+def node_us(rows: int, cus: int, lengths: np.ndarray, policy: str) -> float:
+    """Device time of one plan node, what a replay of few nodes costs left out."""
+    config = mlaplan.PlannerConfig(max_rows=rows, max_requests=rows, arch=None, num_cus=cus, policy=policy)
+    planner = mlaplan.Planner(config, "cuda")
+    batch = decode_batch(rows, 1, lengths)
+    plan = planner.plan(batch, deferred=True)
+    planner.refresh(plan)
+    check(planner, plan, batch)
+
+    def node() -> None:
+        planner.device.plan(batch.device_query_start_loc, batch.device_seq_lens, plan.arrays, planner.params)
+
+    few, many = 2, 42
+    return (many * graph_us(node, nodes=many) - few * graph_us(node, nodes=few)) / (many - few)
+
+
 def plan_node(cus: int, seed: int) -> list[list[object]]:
-    """Device time of the plan node, for full rows and for rows of many lengths."""
+    """Device time of the plan node, for full rows and for rows of many lengths, and under the other policies."""
     rng = np.random.default_rng(seed)
     lines = []
     for rows in ROWS:
-        config = mlaplan.PlannerConfig(max_rows=rows, max_requests=rows, arch=None, num_cus=cus)
-        planner = mlaplan.Planner(config, "cuda")
-        times = []
-        for lengths in (np.full(rows, 5000), rng.integers(1, 4096, rows)):
-            batch = decode_batch(rows, 1, lengths)
-            plan = planner.plan(batch, deferred=True)
-            planner.refresh(plan)
-            check(planner, plan, batch)
-            device, arrays, params = planner.device, plan.arrays, planner.params
-
-            def node(batch=batch, device=device, arrays=arrays, params=params) -> None:
-                device.plan(batch.device_query_start_loc, batch.device_seq_lens, arrays, params)
-
-            times.append(graph_us(node))
+        mixed = rng.integers(1, 4096, rows)
+        times = [node_us(rows, cus, np.full(rows, 5000), "aiter")]
+        times += [node_us(rows, cus, mixed, policy) for policy in ("aiter", "balanced", "invariant")]
         lines.append([rows, cus, *(f"{value:.2f}" for value in times)])
     return lines
 
@@ -162,8 +182,8 @@ def main() -> None:
         header += ["peer hit", "peer miss", "hit / nothing", "miss / copy", "miss / launch"]
     text = "\n\n".join(
         [
-            "Device time of the plan node in us, one of twenty nodes of a replayed graph:",
-            table(["rows", "CUs", "full rows", "mixed rows"], node),
+            "Device time of the plan node in us, the difference of replays with 42 and with 2 of them:",
+            table(["rows", "CUs", "full rows", "mixed rows", "mixed, balanced", "mixed, invariant"], node),
             "Host time of `plan()` in us, median, idle device:",
             table([*header, "rows"], modes),
             "Host time of `plan()` in us behind five queued 8192^3 products, 256 requests:",

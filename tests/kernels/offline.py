@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
@@ -34,11 +37,20 @@ class Usage(NamedTuple):
     sgpr_spills: int
 
 
+class CudaUsage(NamedTuple):
+    """What a kernel takes on an NVIDIA GPU; spilled registers lie on the stack."""
+
+    shared_bytes: int
+    registers: int
+    stack_bytes: int
+
+
 def key_of(launch: Launch, types: dict[str, str] | None = None) -> Key:
     """The compile key of a launch of NumPy arrays; `types` names the types that NumPy lacks."""
     kernel, constants = launch.kernel, dict(launch.constants)
     names = [name for name in kernel.arg_names if name not in constants]
     specialised = {param.name: not param.do_not_specialize for param in kernel.params}
+    aligned = {param.name: not param.do_not_specialize_on_alignment for param in kernel.params}
     signature: dict[str, str] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for name, value in zip(names, launch.args, strict=True):
@@ -46,7 +58,8 @@ def key_of(launch: Launch, types: dict[str, str] | None = None) -> Key:
         if hasattr(value, "dtype"):
             signature[name] = (types or {}).get(name) or _TYPES[str(value.dtype)]
             # as for a torch tensor of less than 2 GiB
-            attributes[at] = [["tt.divisibility", 16], ["tt.pointer_range", 32]]
+            attributes[at] = [["tt.divisibility", 16]] if aligned[name] else []
+            attributes[at] += [["tt.pointer_range", 32]]
         elif isinstance(value, float):
             signature[name] = "fp32"
         else:
@@ -62,8 +75,19 @@ def key_of(launch: Launch, types: dict[str, str] | None = None) -> Key:
 def compile_for(launch: Launch, target: GPUTarget, types: dict[str, str] | None = None) -> Any:
     """The compiled kernel of a launch."""
     key = key_of(launch, types)
-    source = ASTSource(fn=launch.kernel, signature=key.signature, constexprs=key.constants, attrs=key.attributes)
+    source = _source_type(launch)(
+        fn=launch.kernel, signature=key.signature, constexprs=key.constants, attrs=key.attributes
+    )
     return triton.compile(source, target=target, options=key.options)
+
+
+def _source_type(launch: Launch) -> Any:
+    is_gluon = getattr(launch.kernel, "is_gluon", None)
+    if is_gluon is None or not is_gluon():
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
 
 
 def compile_amd(launch: Launch, arch: str, types: dict[str, str] | None = None) -> Any:
@@ -88,6 +112,20 @@ def usage(compiled: Any) -> Usage:
         vgpr_spills=number("vgpr_spill_count"),
         sgpr_spills=number("sgpr_spill_count"),
     )
+
+
+def cuda_usage(compiled: Any) -> CudaUsage:
+    """Asks the disassembler that comes with Triton."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if found is None:
+        raise ValueError(f"no usage in {text!r}")
+    return CudaUsage(int(compiled.metadata.shared), int(found[1]), int(found[2]))
 
 
 def stray_scalar_loads(assembly: str) -> list[str]:

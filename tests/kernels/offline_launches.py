@@ -28,14 +28,15 @@ def _empty(*shape: int, dtype: Any = np.int32) -> Any:
     return np.empty(shape, dtype)
 
 
-def arrays_of(num_rows: int, num_cus: int, fold: int) -> PlanArrays:
+def arrays_of(num_rows: int, num_cus: int, fold: int, pieces: int | None = None) -> PlanArrays:
     """The arrays of a class."""
-    return PlanArrays(*(_empty(*shape) for shape in Layout.of(num_rows, num_cus=num_cus, fold=fold).shapes))
+    layout = Layout.of(num_rows, num_cus=num_cus, fold=fold, pieces=pieces)
+    return PlanArrays(*(_empty(*shape) for shape in layout.shapes))
 
 
 def plan(num_rows: int, num_requests: int, params: PlanParams) -> Launch:
     """A launch of `plan`."""
-    arrays = arrays_of(num_rows, params.num_cus, params.fold)
+    arrays = arrays_of(num_rows, params.num_cus, params.fold, params.pieces)
     return plan_launch(_empty(num_requests + 1), _empty(num_requests), arrays, params)
 
 
@@ -60,13 +61,14 @@ def decode(
     backend: str = "hip",
     dtype: Any = BF16,
     kv_dtype: Any = BF16,
+    kv_stride: int = DEPTH,
     pool: int = 1000,
     partials: int = 99,
 ) -> Launch:
     """A launch of `decode`."""
     return decode_launch(
         _empty(num_rows, heads, DEPTH, dtype=dtype),
-        _empty(pool, DEPTH, dtype=kv_dtype),
+        _empty(pool, kv_stride, dtype=kv_dtype)[:, :DEPTH],
         _empty(num_rows * 2048),
         arrays_of(num_rows, 304, fold),
         fold=fold,
@@ -80,7 +82,7 @@ def decode(
     )
 
 
-def merge(num_rows: int, heads: int, fold: int = 1, *, dtype: Any = BF16, partials: int = 99) -> Launch:
+def merge(num_rows: int, heads: int, fold: int = 1, *, dtype: Any = BF16, partials: int = 99, **options: Any) -> Launch:
     """A launch of `merge`."""
     return merge_launch(
         _empty(partials, heads // fold, V_DIM, dtype=np.float32),
@@ -91,4 +93,5 @@ def merge(num_rows: int, heads: int, fold: int = 1, *, dtype: Any = BF16, partia
         out=_empty(num_rows, heads, V_DIM, dtype=dtype),
         lse=_empty(num_rows, heads, dtype=np.float32),
         fold=fold,
+        **options,
     )

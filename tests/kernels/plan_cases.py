@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from mlaplan.costs import CostTable
 from mlaplan.layout import Layout, PlanArrays, PlanParams
 from mlaplan.reference import plan as reference
 
@@ -37,7 +38,7 @@ class Arena:
 
     def __init__(self, num_rows: int, params: PlanParams) -> None:
         """Fills everything with the guard value."""
-        self._layout = Layout.of(num_rows, num_cus=params.num_cus, fold=params.fold)
+        self._layout = Layout.of(num_rows, num_cus=params.num_cus, fold=params.fold, pieces=params.pieces)
         self.words = np.full(self._layout.words + 2 * _MARGIN, GUARD, np.int32)
 
     def views(self, words: Any) -> PlanArrays:
@@ -85,6 +86,35 @@ def random_params(rng: np.random.Generator, *, topk: int | None = None) -> PlanP
         variant=variant,
         empty_rows=empty_rows,
     )
+
+
+def random_table(rng: np.random.Generator) -> CostTable:
+    """A cost table of any proportions: fixed costs far below and far above that of a block, pieces dear and cheap."""
+    block, whole = int(rng.choice([1, 7, 100])), int(rng.choice([0, 3, 500, 3000]))
+    return CostTable(
+        block_tokens=int(rng.choice([1, 16, 32, 64, 100])),
+        block=block,
+        piece=min(whole + block, int(rng.choice([0, 5, 400, 4000]))),
+        whole=whole,
+        slot=int(rng.integers(0, 50)),
+        merge=int(rng.choice([0, 1, 50, 800])),
+    )
+
+
+def with_policy(rng: np.random.Generator, case: Case, policy: str) -> Case:
+    """The same batch under a policy, with a cost table that the kernel can add up."""
+    params = replace(
+        case.params,
+        policy=policy,
+        cost_table=random_table(rng),
+        piece_tokens=int(rng.choice([64, 100, 256, 5000])),
+        empty_rows="skip",
+        variant="parallel",
+    )
+    size = {"rows": case.num_rows, "topk": params.topk, "num_cus": params.num_cus, "fold": params.fold}
+    while params.cost_table is None or params.cost_table.longest_slot_bound(**size) > 1 << 30:
+        params = replace(params, cost_table=random_table(rng))
+    return replace(case, name=f"{case.name}, {policy}", params=params)
 
 
 def random_case(rng: np.random.Generator, *, max_rows: int, name: str = "random") -> Case:

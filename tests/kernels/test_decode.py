@@ -129,14 +129,12 @@ def test_any_split_gives_the_same_row(device: str, rng: np.random.Generator) -> 
         _check_rows(Tensors(batch, rng, device, "float16", "float16"), "float16")
 
 
-@pytest.mark.interpret
-@pytest.mark.parametrize("ends", [True, False])
-def test_an_empty_work_ends_its_slot_or_gives_zeros(device: str, rng: np.random.Generator, *, ends: bool) -> None:
-    """Slot 0: a work, an empty one, and one more that aiter's kernels would skip."""
-    batch = make_batch(rng, [16, 16, 16], num_cus=1)
+def _check_empty_works(rng: np.random.Generator, device: str, dtype: str, heads: int, *, ends: bool) -> None:
+    """Slot 0: a work, an empty one, and one more that aiter's kernels would skip; in other slots what there is."""
+    batch = make_batch(rng, [16, 16, 16], heads=heads, num_cus=1)
     info = batch.arrays.work_info
     info[1, 5] = info[1, 4]
-    tensors = Tensors(batch, rng, device, "float16", "float16")
+    tensors = Tensors(batch, rng, device, dtype, dtype)
     q, pool = tensors.values()
     expected: dict[str, Any] = {name: np.full(tuple(array.shape), _OLD) for name, array in tensors.outputs().items()}
     given: dict[str, Any] = {"fold": 1, "scale": SCALE, "empty_work_ends_slot": ends}
@@ -145,34 +143,100 @@ def test_an_empty_work_ends_its_slot_or_gives_zeros(device: str, rng: np.random.
     lse = tensors.outputs()["lse"].cpu().numpy()
     assert lse_error(lse, expected["lse"]) < _LSE_ERROR
     assert (lse[2] == _OLD).all() == ends
-    assert relative_error(tensors.outputs()["out"].double().cpu().numpy(), expected["out"]) < _OUT_ERROR["float16"]
+    assert relative_error(tensors.outputs()["out"].double().cpu().numpy(), expected["out"]) < _OUT_ERROR[dtype]
+
+
+def _check_wild_works(rng: np.random.Generator, device: str, dtype: str, heads: int, *, ends: bool = True) -> None:
+    """A schedule and indices of random words: nothing outside is read or written, and every program ends."""
+    batch = make_batch(rng, [100, 60], heads=heads, num_cus=4)
+    arrays = [array.copy() for array in batch.arrays]
+    info = arrays[4]
+    info[:] = rng.choice([-(1 << 31), -1, 0, 1, 2, 90, 1000, (1 << 31) - 1], info.shape)
+    info[:, 5] = rng.choice([*rng.integers(-50, 400, 9), -(1 << 31), (1 << 31) - 1], len(info))
+    info[:, 4] = rng.choice([*rng.integers(-50, 160, 9), -(1 << 31), (1 << 31) - 1], len(info))
+    arrays[2][:] = rng.choice([-1, 0, 1, 3, 1 << 20, -(1 << 31), (1 << 31) - 1], arrays[2].size)
+    wild = replace(batch, kv_indices=rng.choice([-5, 0, 3, 10**6, (1 << 31) - 1], 160).astype(np.int32))
+    tensors = Tensors(wild, rng, device, dtype, dtype)
+    given = PlanArrays(*(torch.from_numpy(array).to(device) for array in arrays))
+    tensors.decode(arrays=given, empty_work_ends_slot=ends)
+    tensors.check_guards()
+
+
+def _check_lanes_behind_the_end(rng: np.random.Generator, device: str, dtype: str, heads: int) -> None:
+    """Slot 0 holds NaN, and no row uses it: lanes that are switched off must not bring it in."""
+    batch = make_batch(rng, [5, 70, 33], heads=heads, num_cus=3)
+    batch = replace(batch, kv_indices=np.maximum(batch.kv_indices, 1))
+    tensors = Tensors(batch, rng, device, dtype, dtype)
+    tensors.pool[0] = float("nan")
+    _check_rows(tensors, dtype)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("ends", [True, False])
+def test_an_empty_work_ends_its_slot_or_gives_zeros(device: str, rng: np.random.Generator, *, ends: bool) -> None:
+    _check_empty_works(rng, device, "float16", 16, ends=ends)
 
 
 @pytest.mark.interpret
 def test_wild_works_and_indices_stay_inside(device: str, rng: np.random.Generator) -> None:
-    """A schedule and indices of random words: nothing outside is read or written."""
-    batch = make_batch(rng, [100, 60], num_cus=4)
     for _ in range(4):
-        arrays = [array.copy() for array in batch.arrays]
-        info = arrays[4]
-        info[:] = rng.choice([-(1 << 31), -1, 0, 1, 2, 90, 1000, (1 << 31) - 1], info.shape)
-        info[:, 5] = rng.integers(-50, 400, len(info))
-        info[:, 4] = rng.integers(-50, 160, len(info))
-        arrays[2][:] = rng.choice([-1, 0, 1, 3, 1 << 20], arrays[2].size)
-        wild = replace(batch, kv_indices=rng.choice([-5, 0, 3, 10**6, (1 << 31) - 1], 160).astype(np.int32))
-        tensors = Tensors(wild, rng, device, "float16", "float16")
-        tensors.decode(arrays=PlanArrays(*(torch.from_numpy(array).to(device) for array in arrays)))
-        tensors.check_guards()
+        _check_wild_works(rng, device, "float16", 16)
 
 
 @pytest.mark.interpret
 def test_lanes_behind_the_end_do_not_touch_the_result(device: str, rng: np.random.Generator) -> None:
-    """Slot 0 holds NaN, and no row uses it: lanes that are switched off must not bring it in."""
-    batch = make_batch(rng, [5, 70, 33], num_cus=3)
-    batch = replace(batch, kv_indices=np.maximum(batch.kv_indices, 1))
-    tensors = Tensors(batch, rng, device, "float16", "float16")
-    tensors.pool[0] = float("nan")
-    _check_rows(tensors, "float16")
+    _check_lanes_behind_the_end(rng, device, "float16", 16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 32, 64, 128])
+def test_odd_works_compiled(device: str, rng: np.random.Generator, heads: int) -> None:
+    """The same on the compiled kernels; a loop without end or a fault shows as such."""
+    for ends in (True, False):
+        _check_empty_works(rng, device, "bfloat16", heads, ends=ends)
+        for _ in range(100):
+            _check_wild_works(rng, device, "bfloat16", heads, ends=ends)
+    torch.cuda.synchronize()
+    _check_lanes_behind_the_end(rng, device, "bfloat16", heads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 32, 64, 128])
+@pytest.mark.parametrize("ends", [True, False])
+def test_slots_of_many_works_in_any_order(device: str, rng: np.random.Generator, heads: int, *, ends: bool) -> None:
+    """Slots of 0 to 20 works of 0 to 300 tokens: whole rows, pieces, empty works, and works that are not run."""
+    for _ in range(10):
+        batch = make_batch(rng, [300] * 60, heads=heads, num_cus=12, split_budget=1)
+        arrays = PlanArrays(*(array.copy() for array in batch.arrays))
+        count = arrays.work_info.shape[0]
+        lengths = rng.choice([0, 1, 15, 16, 63, 64, 65, 127, 128, 129, 300], count)
+        tiles, locations = rng.permutation(count), rng.permutation(count)
+        whole = rng.random(count) < 0.4
+        info = arrays.work_info
+        info[:, 0] = info[:, 2] = np.where(tiles < 62, tiles, 70)
+        info[:, 1] = np.where(whole, -1, locations)
+        info[:, 4] = rng.integers(0, 60, count) * 300
+        info[:, 5] = info[:, 4] + lengths
+        ends_at = np.sort(rng.integers(0, count + 1, arrays.work_indptr.shape[0] - 1))
+        arrays.work_indptr[:] = [0, *ends_at]
+        arrays.reduce_indptr[-1] = count  # a partial location for each
+        made = replace(batch, arrays=arrays)
+        tensors = Tensors(made, rng, device, "bfloat16", "bfloat16")
+        q, pool = tensors.values()
+        expected: dict[str, Any] = {
+            name: np.full(tuple(array.shape), _OLD) for name, array in tensors.outputs().items()
+        }
+        given: dict[str, Any] = {"fold": 1, "scale": SCALE, "empty_work_ends_slot": ends}
+        reference.decode(q, pool, made.kv_indices, made.arrays, **given, **expected)
+        tensors.decode(empty_work_ends_slot=ends)
+        for name, array in tensors.outputs().items():
+            got = array.double().cpu().numpy()
+            if name.endswith("lse"):
+                assert lse_error(got, expected[name]) < _LSE_ERROR, name
+            else:
+                assert relative_error(got, expected[name]) < _OUT_ERROR["bfloat16"], name
+            assert (got[expected[name] == _OLD] == _OLD).all(), name
+        tensors.check_guards()
 
 
 @pytest.mark.interpret

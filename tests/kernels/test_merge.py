@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,9 @@ _LSE_ERROR = 1e-5
 _OLD = 7.0
 
 
-def _check(batch: Batch, rng: np.random.Generator, device: str, dtype: str, v_dim: int = 512) -> None:
+def _check(
+    batch: Batch, rng: np.random.Generator, device: str, dtype: str, v_dim: int = 512, *, one_cut: bool = False
+) -> None:
     """Merges random partials, of which some count for nothing, into outputs that hold old values."""
     group, partials, guard = batch.group, batch.num_partials, 2
     partial_out = rng.standard_normal((partials, group, v_dim)).astype(np.float32)
@@ -32,7 +35,7 @@ def _check(batch: Batch, rng: np.random.Generator, device: str, dtype: str, v_di
     partial_map = rng.permutation(partial_map)
     out = np.full((batch.num_rows, batch.heads, v_dim), _OLD)
     lse = np.full((batch.num_rows, batch.heads), _OLD)
-    maps = {"reduce_partial_map": partial_map, "reduce_final_map": final_map}
+    maps: dict[str, Any] = {"reduce_partial_map": partial_map, "reduce_final_map": final_map}
     reference.merge(partial_out, partial_lse, batch.arrays, **maps, out=out, lse=lse, fold=batch.params.fold)
 
     def to(array: np.ndarray[Any, Any]) -> Any:
@@ -48,6 +51,7 @@ def _check(batch: Batch, rng: np.random.Generator, device: str, dtype: str, v_di
         out=got_out[: batch.num_rows],
         lse=got_lse[: batch.num_rows],
         fold=batch.params.fold,
+        one_cut=one_cut,
     )
     assert (got_out[batch.num_rows :] == _OLD).all()
     assert (got_lse[batch.num_rows :] == _OLD).all()
@@ -67,6 +71,14 @@ def test_cut_whole_and_empty_rows_interpreted(device: str, rng: np.random.Genera
     assert pieces.max() > 8
     assert (pieces == 0).any()
     _check(batch, rng, device, "float32")
+
+
+@pytest.mark.interpret
+def test_the_cut_for_many_tiles(device: str, rng: np.random.Generator) -> None:
+    """Blocks of several heads, the last one not full, and few partials at once."""
+    lengths = [0, 300, 20, 0, 0, 150, 5, 170, 0, 16, 400]
+    batch = make_batch(rng, lengths, heads=6, num_cus=20, padding=3)
+    _check(batch, rng, device, "float32", one_cut=True)
 
 
 @pytest.mark.interpret
@@ -91,24 +103,27 @@ def test_nothing_but_partials_that_count_for_nothing(device: str, rng: np.random
 
 @pytest.mark.interpret
 def test_wild_arrays_stay_inside(device: str, rng: np.random.Generator) -> None:
-    """Maps and pointers that lead out of the arrays: nothing is read or written there."""
+    """Maps and pointers that lead out of the arrays: nothing is read or written there, and no loop is endless."""
     batch = make_batch(rng, [300, 200], num_cus=20, padding=0)
     arrays = [torch.from_numpy(array.copy()).to(device) for array in batch.arrays]
     extremes = torch.tensor([(1 << 31) - 1, -(1 << 31), -1, 10**6], dtype=torch.int32, device=device)
-    arrays[3][:] = torch.tensor([-5, 20, 1 << 30], dtype=torch.int32, device=device)
-    partial_map = extremes.repeat(8)
-    memory = torch.full((6, 16, 512), _OLD, device=device)
-    merge(
-        memory[:1],
-        torch.zeros((1, 16), device=device),
-        PlanArrays(*arrays),
-        reduce_partial_map=partial_map,
-        reduce_final_map=extremes.reshape(2, 2).contiguous(),
-        out=memory[2:4],
-        lse=torch.zeros((2, 16), device=device),
-        fold=1,
-    )
-    assert (memory == _OLD).all()
+    most = (1 << 31) - 1
+    wild = ([-5, 20, 1 << 30], [-(1 << 30), 20, 9], [most, 9, most], [most, -(1 << 31), most])
+    for starts, one_cut in itertools.product(wild, (False, True)):
+        arrays[3][:] = torch.tensor(starts, dtype=torch.int32, device=device)
+        memory = torch.full((6, 16, 512), _OLD, device=device)
+        merge(
+            memory[:1],
+            torch.zeros((1, 16), device=device),
+            PlanArrays(*arrays),
+            reduce_partial_map=extremes.repeat(8),
+            reduce_final_map=extremes.reshape(2, 2).contiguous(),
+            out=memory[2:4],
+            lse=torch.zeros((2, 16), device=device),
+            fold=1,
+            one_cut=one_cut,
+        )
+        assert (memory == _OLD).all(), starts
 
 
 @pytest.mark.interpret
@@ -137,5 +152,5 @@ def test_refusals(device: str, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize(("heads", "fold"), [(8, 1), (16, 1), (24, 1), (64, 4), (128, 1), (128, 8)])
 def test_random_partials(device: str, rng: np.random.Generator, dtype: str, heads: int, fold: int) -> None:
     for num_cus in (7, 132, 304):
-        lengths = rng.integers(0, 2049, int(rng.integers(1, 12))).tolist()
+        lengths = rng.integers(0, 2049, int(rng.choice([1, 12, 100]))).tolist()
         _check(make_batch(rng, lengths, heads=heads, fold=fold, num_cus=num_cus), rng, device, dtype)

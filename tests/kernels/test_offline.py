@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,13 @@ import pytest
 triton = pytest.importorskip("triton")
 
 import offline_launches as launches
-from offline import LDS_BYTES, compile_amd, compile_for, key_of, stray_scalar_loads, usage
-from offline_launches import BF16_TYPES, FP8, fp8_type
+from decode_cases import DEPTH
+from offline import LDS_BYTES, compile_amd, compile_for, cuda_usage, key_of, stray_scalar_loads, usage
+from offline_launches import BF16, BF16_TYPES, FP8, fp8_type
 from triton import language as tl
+from triton.backends.compiler import GPUTarget
 
+from mlaplan.costs import DEFAULT
 from mlaplan.kernels.launch import Launch
 from mlaplan.layout import PlanParams
 
@@ -47,6 +51,20 @@ def test_plan(arch: str, num_rows: int, fold: int, empty_rows: str, variant: str
     compiled = compile_amd(launches.plan(num_rows, 60, params), arch)
     _check_limits(compiled, arch)
     assert stray_scalar_loads(compiled.asm["amdgcn"]) == []
+
+
+@pytest.mark.parametrize("arch", _ARCHS)
+@pytest.mark.parametrize("policy", ["balanced", "invariant"])
+def test_plan_under_other_policies(arch: str, policy: str) -> None:
+    """Scalars may move to lanes of vector registers, which stays on the chip; nothing goes to memory."""
+    for num_rows, fold in ((64, 1), (1024, 4)):
+        params = PlanParams(topk=2048, num_cus=_CU_COUNT[arch], fold=fold, policy=policy, cost_table=DEFAULT)
+        compiled = compile_amd(launches.plan(num_rows, 60, params), arch)
+        used = usage(compiled)
+        assert used.lds_bytes <= LDS_BYTES[arch], used
+        assert used.vgprs <= _MOST_VGPRS, used
+        assert (used.scratch_bytes, used.vgpr_spills) == (0, 0), used
+        assert stray_scalar_loads(compiled.asm["amdgcn"]) == []
 
 
 @pytest.mark.parametrize("arch", _ARCHS)
@@ -96,10 +114,19 @@ def test_sizes_that_change_per_batch_change_no_code() -> None:
     sizes = (1, 3, 16, 40, 48, 100)
     params = [PlanParams(topk=topk, num_cus=cus, split_budget=b) for topk, cus, b in ((16, 16, 1), (100, 7, None))]
     groups = {
-        "plan": [launches.plan(33 + rows % 32, rows, params[rows % 2]) for rows in sizes],
+        # Classes of one block size of which the tiles are a multiple of four, as those of a captured graph mostly are.
+        "plan": [launches.plan(36 + 4 * (rows % 8), rows, params[rows % 2]) for rows in sizes],
+        "plan of any class": [launches.plan(33 + 4 * (rows % 8), rows, params[rows % 2]) for rows in sizes],
+        **{
+            policy: [
+                launches.plan(64, rows, replace(params[rows % 2], policy=policy, cost_table=DEFAULT)) for rows in sizes
+            ]
+            for policy in ("balanced", "invariant")
+        },
         "slots": [launches.slots(rows, rows, width=rows) for rows in sizes],
         "decode": [launches.decode(rows, 16, pool=rows, partials=rows) for rows in sizes],
-        "merge": [launches.merge(rows, 16, partials=rows) for rows in sizes],
+        "merge of few tiles": [launches.merge(rows, 16, partials=rows) for rows in sizes if rows < 64],
+        "merge of many": [launches.merge(rows, 16, partials=rows) for rows in (64, 100, 333)],
     }
     for name, group in groups.items():
         keys = [key_of(launch, BF16_TYPES) for launch in group]
@@ -129,14 +156,71 @@ def test_batches_of_any_size_are_compiled_once(rng: np.random.Generator) -> None
     assert counts[0] == counts[-1], counts
 
 
+_HOPPER = GPUTarget("cuda", 90, 32)
+_HOPPER_SHARED_BYTES = 227 * 1024
+
+
 @pytest.mark.parametrize(("heads", "kv_dtype"), [(16, None), (16, FP8), (32, None), (128, None), (128, FP8)])
 def test_decode_fits_a_hopper_gpu(heads: int, kv_dtype: Any) -> None:
+    """The form for any GPU; that of 128 heads spills."""
     types, given = dict(BF16_TYPES), {}
     if kv_dtype is not None:
         types["kv_cache_ptr"], given["kv_dtype"] = "*fp8e4nv", kv_dtype
-    compiled = compile_for(
-        launches.decode(8, heads, backend="cuda", **given),
-        triton.backends.compiler.GPUTarget("cuda", 90, 32),
-        types,
-    )
-    assert compiled.metadata.shared <= 227 * 1024
+    compiled = compile_for(launches.decode(8, heads, backend="cuda", **given), _HOPPER, types)
+    assert compiled.metadata.shared <= _HOPPER_SHARED_BYTES
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float16])
+@pytest.mark.parametrize(("heads", "fold"), [(8, 1), (16, 1), (24, 1), (64, 1), (128, 1), (128, 8)])
+def test_the_hopper_form_fits_without_spills(heads: int, fold: int, dtype: Any) -> None:
+    launch = launches.decode(8, heads, fold, backend="hopper", dtype=dtype, kv_dtype=dtype)
+    assert launch.kernel.is_gluon()
+    compiled = compile_for(launch, _HOPPER, dict(BF16_TYPES) if dtype == BF16 else {})
+    used = cuda_usage(compiled)
+    assert used.shared_bytes <= _HOPPER_SHARED_BYTES, used
+    assert used.stack_bytes == 0, used
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
+
+
+def test_what_the_hopper_form_is_not_for_gets_the_other() -> None:
+    """KV of 8 bits, and rows that do not start at multiples of 16 bytes."""
+    for launch in (
+        launches.decode(8, 16, backend="hopper", kv_dtype=FP8),
+        launches.decode(8, 16, backend="hopper", kv_dtype=np.float16),
+        launches.decode(8, 16, backend="hopper", kv_stride=DEPTH + 1),
+    ):
+        assert not hasattr(launch.kernel, "is_gluon") or not launch.kernel.is_gluon()
+
+
+@pytest.mark.parametrize(
+    ("capability", "release", "kind"),
+    [
+        ((9, 0), "3.6.0", "hopper"),
+        ((9, 0), "3.7.1+git0", "hopper"),
+        ((9, 0), "3.9.0", "cuda"),
+        ((8, 0), "3.6.0", "cuda"),
+        ((10, 0), "3.6.0", "cuda"),
+    ],
+)
+def test_who_gets_the_hopper_form(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], release: str, kind: str
+) -> None:
+    """Only the GPUs and the releases of Triton that it was written for."""
+    torch = pytest.importorskip("torch")
+    from mlaplan.kernels import target
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _index: capability)
+    monkeypatch.setattr(triton, "__version__", release)
+    assert target._cuda_kind.__wrapped__(0) == kind
+
+
+def test_an_overlapping_merge_waits_in_every_program() -> None:
+    """On every path, and after no return: as deep in the function as its one return."""
+    compiled = compile_for(launches.merge(8, 16, backend="hopper", after_decode=True), _HOPPER, BF16_TYPES)
+    lines = compiled.asm["ttir"].splitlines()
+    waits = [line for line in lines if "griddepcontrol.wait" in line]
+    returns = [line for line in lines if "tt.return" in line]
+    assert (len(waits), len(returns)) == (1, 1)
+    assert len(waits[0]) - len(waits[0].lstrip()) == len(returns[0]) - len(returns[0].lstrip())
+    assert lines.index(waits[0]) < lines.index(returns[0])
+    assert "griddepcontrol" not in compile_for(launches.merge(8, 16, backend="hopper"), _HOPPER, BF16_TYPES).asm["ptx"]

@@ -17,6 +17,7 @@ from plan_cases import (
     random_case,
     stale_starts,
     wild_case,
+    with_policy,
 )
 
 torch = pytest.importorskip("torch")
@@ -69,6 +70,23 @@ def test_wild_inputs_interpreted(runner: Runner, rng: np.random.Generator) -> No
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize("policy", ["balanced", "invariant"])
+def test_policies_interpreted(runner: Runner, rng: np.random.Generator, policy: str) -> None:
+    for number in range(10):
+        case = random_case(rng, max_rows=30) if number % 4 else wild_case(rng, max_rows=30)
+        runner.check(with_policy(rng, case, policy))
+
+
+@pytest.mark.interpret
+def test_an_even_share_beyond_the_circle_interpreted(runner: Runner, rng: np.random.Generator) -> None:
+    """Blocks per slot on both sides of what the walk by groups takes, and a slot as small as the overhead or less."""
+    for num_cus, split_budget, rows, length in ((1, -1, 60, 2048), (1, -1, 53, 2048), (304, -1, 30, 40), (7, 1, 9, 1)):
+        lengths = rng.integers(1, length + 1, rows).astype(np.int32)
+        params = PlanParams(topk=2048, num_cus=num_cus, split_budget=split_budget)
+        runner.check(Case(f"{rows} on {num_cus}", np.arange(rows + 1, dtype=np.int32), lengths, rows, params))
+
+
+@pytest.mark.interpret
 @pytest.mark.parametrize("empty_rows", ["skip", "aiter"])
 def test_several_blocks_interpreted(runner: Runner, rng: np.random.Generator, empty_rows: str) -> None:
     """More requests than a block, one that spans two, and live rows that end inside the second."""
@@ -116,6 +134,9 @@ def test_a_difference_would_be_seen(runner: Runner, rng: np.random.Generator) ->
         ({"variant": "both"}, "variant is 'both'"),
         ({"empty_rows": "keep"}, "empty_rows is 'keep'"),
         ({"split_budget": 0}, "split_budget is 0"),
+        ({"policy": "fair"}, "policy is 'fair'"),
+        ({"policy": "balanced"}, "cost_table is None"),
+        ({"policy": "invariant"}, "cost_table is None"),
         ({"topk": 0}, "topk is 0"),
         ({"topk": 1 << 29}, "topk is 536870912"),
     ],
@@ -144,6 +165,17 @@ def test_wild_inputs(runner: Runner, rng: np.random.Generator) -> None:
         runner.check(case)
     for _ in range(300):
         runner.check(wild_case(rng, max_rows=int(rng.choice([4, 64, 2000]))))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["balanced", "invariant"])
+def test_policies(runner: Runner, rng: np.random.Generator, policy: str) -> None:
+    for number in range(60):
+        # One code is compiled per size of a block and fold. The reference takes seconds for thousands of rows.
+        live, num_rows, fold = ((50, 64, 1), (300, 512, 3), (1500, 4096, 8))[2 if number % 20 == 7 else number % 2]
+        case = random_case(rng, max_rows=live) if number % 10 else wild_case(rng, max_rows=live)
+        case = replace(case, num_rows=num_rows, params=replace(case.params, fold=fold))
+        runner.check(with_policy(rng, case, policy))
 
 
 @pytest.mark.gpu

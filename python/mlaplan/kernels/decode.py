@@ -1,49 +1,21 @@
-"""The `decode` op: works of a schedule, split and persistent; `reference/decode.py` defines the result."""
+"""The `decode` op: works of a schedule, split and persistent; `reference/decode.py` defines the result.
+
+The kernel here runs on any GPU; Hopper GPUs get the one of `kernels/decode_hopper.py` where it is for the arrays.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
 
 from mlaplan.kernels.launch import Launch, next_power_of_two
+from mlaplan.kernels.target import Tile, gpu_kind, tile_for
 from mlaplan.layout import PlanArrays
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
-
-
-class Tile(NamedTuple):
-    """How the kernel cuts its work.
-
-    Attributes:
-        heads: Query heads that one program handles, a power of two from 16.
-        tokens: KV rows per step, a power of two from 16.
-        num_warps: Warps or waves of a program.
-        num_stages: Steps whose loads are in flight.
-    """
-
-    heads: int
-    tokens: int
-    num_warps: int
-    num_stages: int
-
-
-def tile_for(backend: str, group: int, kv_bytes: int) -> Tile:
-    """Returns the tile for `group` heads per planner row, on "cuda" or "hip", within shared memory.
-
-    A step of 32 bfloat16 KV rows takes 36 KiB of shared memory; H200 has 227 KiB. On gfx942 and gfx950 registers
-    decide: steps of 32 rows of 16 bits spill with Triton 3.9, and steps of 16 with none from 3.6 to 3.9
-    (`tests/kernels/test_offline.py`). Steps of 16 rows of 8 bits gave NaN in emulation on gfx942, those of 32 did not.
-    """
-    if backend == "hip":
-        return Tile(heads=16, tokens=16 if kv_bytes > 1 else 32, num_warps=4, num_stages=1)
-    if group <= 16:
-        return Tile(heads=16, tokens=64 if kv_bytes > 1 else 32, num_warps=4, num_stages=2)
-    if group <= 32:
-        return Tile(heads=32, tokens=32, num_warps=8, num_stages=3)
-    return Tile(heads=64, tokens=32, num_warps=8, num_stages=3)
 
 
 @triton.jit
@@ -254,8 +226,8 @@ def decode_launch(
         partial_lse: As `decode`.
         empty_work_ends_slot: As `decode`.
         k_scale: As `decode`.
-        backend: "cuda" or "hip".
-        tile: How to cut; the table of `tile_for` when None.
+        backend: "cuda", "hip", or "hopper" for a form of its own where it is for the arrays.
+        tile: How the kernel for any GPU is to cut; `tile_for` says so when None.
 
     Raises:
         ValueError: The shapes do not belong together.
@@ -279,8 +251,10 @@ def decode_launch(
         raise ValueError(
             f"kv_cache has shape {tuple(kv_cache.shape)}, expected rows, and v_dim {v_dim} columns of each"
         )
-    tile = tile or tile_for(backend, group, kv_cache.itemsize)
-    return Launch(
+    row_stride, num_works = _row_stride(kv_cache), arrays.work_info.shape[0]
+    is_fixed = tile is not None
+    tile = tile or tile_for("cuda" if backend == "hopper" else backend, group, kv_cache.itemsize)
+    launch = Launch(
         kernel=_decode_kernel,
         grid=(arrays.work_indptr.shape[0] - 1, -(-group // tile.heads)),
         args=(
@@ -296,9 +270,9 @@ def decode_launch(
             num_rows,
             num_partials,
             kv_indices.shape[0],
-            arrays.work_info.shape[0],
+            num_works,
             kv_cache.shape[0],
-            _row_stride(kv_cache),
+            row_stride,
             float(scale),
             float(k_scale),
         ),
@@ -315,6 +289,12 @@ def decode_launch(
         },
         options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
     )
+    if backend == "hopper" and not is_fixed:
+        from mlaplan.kernels import decode_hopper
+
+        if decode_hopper.takes(q, kv_cache, row_stride, v_dim, num_works):
+            return decode_hopper.hopper_launch(launch, tile_for(backend, group, kv_cache.itemsize))
+    return launch
 
 
 def decode(
@@ -368,14 +348,8 @@ def decode(
         partial_lse=partial_lse,
         empty_work_ends_slot=empty_work_ends_slot,
         k_scale=k_scale,
-        backend=_backend(),
+        backend=gpu_kind(q),
     ).run()
-
-
-def _backend() -> str:
-    import torch
-
-    return "hip" if torch.version.hip else "cuda"
 
 
 def _row_stride(array: Any) -> int:

@@ -2,13 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from mlaplan.kernels.launch import Launch, next_power_of_two
+from mlaplan.kernels.target import gpu_kind
 from mlaplan.layout import PlanArrays
+
+
+class MergeTile(NamedTuple):
+    """How the kernel cuts its work.
+
+    Attributes:
+        partials: Partials that a program reads at once.
+        heads: Heads that a program makes.
+        num_warps: Warps or waves of a program.
+    """
+
+    partials: int
+    heads: int
+    num_warps: int
+
+
+_ONE_CUT = MergeTile(partials=4, heads=4, num_warps=4)
+
+
+def merge_tile(num_tiles: int, group: int) -> MergeTile:
+    """Returns the cut for so many tiles of `group` heads; there are two, so that no batch size compiles anew.
+
+    With few tiles each is cut into many pieces, and more programs than GPUs have room for would do nothing. With many
+    most are whole: what costs then is to start programs that have nothing to do.
+    """
+    if num_tiles * group < 1024:
+        return MergeTile(partials=16, heads=1, num_warps=4)
+    return _ONE_CUT
+
+
+@triton.jit
+def _zero_heads(out_ptr, lse_ptr, whole, in_group, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, HEADS: tl.constexpr):
+    """What is defined for a row without KV: zeros, and an LSE of -inf."""
+    column = tl.arange(0, BLOCK_V)
+    mask = in_group[:, None] & (column < V_DIM)[None, :]
+    nothing = tl.zeros([HEADS, BLOCK_V], out_ptr.dtype.element_ty)
+    tl.store(out_ptr + whole[:, None] * V_DIM + column[None, :], nothing, mask=mask)
+    tl.store(lse_ptr + whole, tl.full([HEADS], float("-inf"), tl.float32), mask=in_group)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_partials", "num_map_entries"])
@@ -29,6 +68,8 @@ def _merge_kernel(
     V_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_PARTIALS: tl.constexpr,
+    HEADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Lse = log(sum_k exp(lse_k)); o = sum_k exp(lse_k - lse) * o_k, over the two or more partials k of a tile.
 
@@ -37,53 +78,68 @@ def _merge_kernel(
     reduce_indptr_ptr: (tiles + 1,) int32. kv_indptr_ptr: (rows of the class + 1,) int32.
     reduce_partial_map_ptr: (num_map_entries,) int32. reduce_final_map_ptr: (tiles, 2) int32. out_ptr:
     (num_rows, FOLD * GROUP, V_DIM).
-    lse_ptr: (num_rows, FOLD * GROUP) float32. One program makes one head of one tile. Sums are float32.
+    lse_ptr: (num_rows, FOLD * GROUP) float32. One program makes HEADS heads of one tile. Sums are float32.
+
+    With OVERLAP the grid was started before the decode's end. The plan is older than the decode, and rows without KV
+    are not the decode's: both may be touched before it ends.
     """
     tile = tl.program_id(0)
-    head = tl.program_id(1)
-    column = tl.arange(0, BLOCK_V)
-    in_row = column < V_DIM
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    in_group = head < GROUP
     first = tl.load(reduce_indptr_ptr + tile)
     last = tl.minimum(tl.load(reduce_indptr_ptr + tile + 1), num_map_entries)
+    target = tl.load(reduce_final_map_ptr + tile * 2)
     row = tile // FOLD
     row_ptr = kv_indptr_ptr + tl.minimum(row, num_rows - 1)
-    if (row < num_rows) & (tl.load(row_ptr) == tl.load(row_ptr + 1)):
-        whole = row.to(tl.int64) * (FOLD * GROUP) + (tile % FOLD) * GROUP + head
-        nothing = tl.zeros([BLOCK_V], out_ptr.dtype.element_ty)
-        tl.store(out_ptr + whole * V_DIM + column, nothing, mask=in_row)
-        tl.store(lse_ptr + whole, float("-inf"))
-    if last - first >= 2:
-        target = tl.load(reduce_final_map_ptr + tile * 2)
-        peak = tl.full([], float("-inf"), tl.float32)
-        total = tl.zeros([], tl.float32)
-        acc = tl.zeros([BLOCK_V], tl.float32)
+    is_empty = (row < num_rows) & (tl.load(row_ptr) == tl.load(row_ptr + 1))
+    lane = tl.arange(0, BLOCK_PARTIALS)
+    entry = first + lane
+    partial = tl.load(reduce_partial_map_ptr + entry, mask=(entry >= 0) & (entry < last), other=-1)
+    if is_empty:
+        whole = tile.to(tl.int64) * GROUP + head
+        _zero_heads(out_ptr, lse_ptr, whole, in_group, V_DIM, BLOCK_V, HEADS)
+    if OVERLAP:
+        # Every program waits: a grid that ends without it may end before the decode, and what follows start.
+        tl.extra.cuda.gdc_wait()
+    if (first >= 0) & (last - first >= 2):
+        column = tl.arange(0, BLOCK_V)
+        in_row = column < V_DIM
+        peak = tl.full([HEADS], float("-inf"), tl.float32)
+        total = tl.zeros([HEADS], tl.float32)
+        acc = tl.zeros([HEADS, BLOCK_V], tl.float32)
         for begin in range(first, last, BLOCK_PARTIALS):
-            entry = begin + tl.arange(0, BLOCK_PARTIALS)
-            inside = (entry < last) & (entry >= 0)
-            partial = tl.load(reduce_partial_map_ptr + entry, mask=inside, other=0)
-            inside = inside & (partial >= 0) & (partial < num_partials)
-            place = partial.to(tl.int64) * GROUP + head
+            known = (begin + lane < last) & (partial >= 0) & (partial < num_partials)
+            inside = known[:, None] & in_group[None, :]
+            place = partial.to(tl.int64)[:, None] * GROUP + head[None, :]
             part_lse = tl.load(partial_lse_ptr + place, mask=inside, other=float("-inf"))
-            used = inside & (part_lse > float("-inf"))
             part = tl.load(
-                partial_out_ptr + place[:, None] * V_DIM + column[None, :],
-                mask=used[:, None] & in_row[None, :],
+                partial_out_ptr + place[:, :, None] * V_DIM + column[None, None, :],
+                mask=inside[:, :, None] & in_row[None, None, :],
                 other=0.0,
             )
+            following = begin + BLOCK_PARTIALS + lane
+            partial = tl.load(reduce_partial_map_ptr + following, mask=following < last, other=-1)
             new_peak = tl.maximum(peak, tl.max(part_lse, 0))
             # Nothing but -inf so far: any finite number serves as the peak.
             safe_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            weight = tl.exp(part_lse - safe_peak)
+            weight = tl.exp(part_lse - safe_peak[None, :])
             shrink = tl.exp(peak - safe_peak)
-            acc = acc * shrink + tl.sum(part * weight[:, None], 0)
+            # A partial that counts for nothing may hold anything, NaN too.
+            part = tl.where((part_lse > float("-inf"))[:, :, None], part, 0.0)
+            acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
             total = total * shrink + tl.sum(weight, 0)
             peak = new_peak
         if (target >= 0) & (target < num_rows * FOLD):
             whole = target.to(tl.int64) * GROUP + head
             safe_total = tl.where(total == 0.0, 1.0, total)
-            result = acc / safe_total
-            tl.store(out_ptr + whole * V_DIM + column, result.to(out_ptr.dtype.element_ty), mask=in_row)
-            tl.store(lse_ptr + whole, tl.where(total == 0.0, float("-inf"), peak + tl.log(safe_total)))
+            result = (acc / safe_total[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(
+                out_ptr + whole[:, None] * V_DIM + column[None, :],
+                result,
+                mask=in_group[:, None] & in_row[None, :],
+            )
+            result_lse = tl.where(total == 0.0, float("-inf"), peak + tl.log(safe_total))
+            tl.store(lse_ptr + whole, result_lse, mask=in_group)
 
 
 def merge_launch(
@@ -96,8 +152,11 @@ def merge_launch(
     out: Any,
     lse: Any,
     fold: int,
+    backend: str = "cuda",
+    after_decode: bool = False,
+    one_cut: bool = False,
 ) -> Launch:
-    """Returns the launch that `merge` runs; arguments as there.
+    """Returns the launch that `merge` runs; arguments as there, and `backend` as in `decode_launch`.
 
     Raises:
         ValueError: The shapes do not belong together.
@@ -117,9 +176,11 @@ def merge_launch(
             f"out has {num_rows} rows and reduce_final_map {reduce_final_map.shape[0]} entries, "
             f"expected at most {num_tiles // fold} and at least {num_tiles}"
         )
+    tile = _ONE_CUT if one_cut else merge_tile(num_tiles, group)
+    overlap = after_decode and backend == "hopper"
     return Launch(
         kernel=_merge_kernel,
-        grid=(num_tiles, group),
+        grid=(num_tiles, -(-group // tile.heads)),
         args=(
             partial_out,
             partial_lse,
@@ -138,9 +199,11 @@ def merge_launch(
             "GROUP": group,
             "V_DIM": v_dim,
             "BLOCK_V": next_power_of_two(v_dim),
-            "BLOCK_PARTIALS": 8,
+            "BLOCK_PARTIALS": tile.partials,
+            "HEADS": tile.heads,
+            "OVERLAP": overlap,
         },
-        options={"num_warps": 4},
+        options={"num_warps": tile.num_warps} | ({"launch_pdl": True} if overlap else {}),
     )
 
 
@@ -154,6 +217,8 @@ def merge(
     out: Any,
     lse: Any,
     fold: int,
+    after_decode: bool = False,
+    one_cut: bool = False,
 ) -> None:
     """Merges the partials of every tile with at least two, in float32; `reference.merge.merge` in Triton.
 
@@ -171,6 +236,10 @@ def merge(
             as the plan's class.
         lse: Shape (rows, heads), float32, contiguous, written in place.
         fold: Tiles per row.
+        after_decode: Whether `decode` of these arrays is what was last queued on the stream. Where the GPU can, the
+            merge is set up while the decode runs.
+        one_cut: Sum partials up in the same order whatever the number of tiles, so that the bits of a row depend on
+            its own partials alone.
 
     Raises:
         ValueError: The shapes do not belong together.
@@ -184,6 +253,9 @@ def merge(
         out=out,
         lse=lse,
         fold=fold,
+        backend=gpu_kind(out),
+        after_decode=after_decode,
+        one_cut=one_cut,
     )
     if out.shape[0]:
         launch.run()

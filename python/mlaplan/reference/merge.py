@@ -23,6 +23,8 @@ def merge(
     out: FloatArray,
     lse: FloatArray,
     fold: int,
+    after_decode: bool = False,
+    one_cut: bool = False,
 ) -> None:
     """Merges the partials of every tile that has at least two, in float64.
 
@@ -43,7 +45,10 @@ def merge(
         out: Shape (rows, heads, v_dim), written in place; at most as many rows as the plan's class.
         lse: Shape (rows, heads), written in place.
         fold: Tiles per row.
+        after_decode: As the kernel's; nothing here overlaps.
+        one_cut: As the kernel's; partials are summed up in one order here.
     """
+    del after_decode, one_cut
     num_rows, num_heads = out.shape[:2]
     group = num_heads // fold
     starts = arrays.reduce_indptr.tolist()
