@@ -3,10 +3,10 @@
     python benches/gpu/time_vllm.py --slice FOLDER
 
 "Graph" is `build()` alone, for a batch that a captured graph replays: the graph makes the plan. "Eager" is `build()`
-and the first layer's request for the plan. The stock builder does all its work in `build()`; aiter's planner is one
-small launch there, so its own time on an AMD GPU comes on top. "Changed" has one request below topk that grows, so
-rows differ from one step to the next; "unchanged" has every request above topk. Before anything is timed, both
-engines' buffers and outputs are compared for the batch.
+and the first layer's request for the plan. "Base class alone" is the part of vLLM that both builders run, a floor. The
+stock builder does all its work in `build()`; aiter's planner is one small launch there, so its own time on an AMD GPU
+comes on top. "Changed" has one request below topk that grows, so rows differ from one step to the next; "unchanged"
+has every request above topk. Before anything is timed, both engines' buffers and outputs are compared for the batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ NODES = 20
 NODE_ROWS = (1, 8, 64, 256, 512, 1024)
 # Microseconds of device time by rows.
 NODE_TARGETS = {64: 6.0, 256: 10.0, 1024: 25.0}
-REPEATS, BUSY_REPEATS, WARM = (3, 2, 1) if CPU else (200, 15, 20)
+# Rounds over all sides, and calls of a side in each: the host's speed drifts, and a round is short. Calls that warm up.
+ROUNDS, CALLS, WARM = (1, 2, 1) if CPU else (5, 40, 6)
+BUSY_ROUNDS, BUSY_CALLS, BUSY_WARM = (1, 2, 1) if CPU else (3, 5, 2)
+BASE = "base class alone"
 
 
 class Side:
@@ -61,6 +64,8 @@ class Bench:
         self.sizes = engines.Sizes(**(small if CPU else big), drafts=tokens - 1, capture_sizes=())
         self.ours, self.theirs, self.inputs = vllm_engines.pair(backend, self.sizes, 0)
         ours, theirs = self.ours.builder, self.theirs.builder
+        # What the stock builder builds upon, without the launch of its own that ours leaves out: a floor of ours.
+        base = type(theirs).__mro__[1].build
 
         def eager(common: Any) -> None:
             plan = ours.build(0, common).plan
@@ -71,6 +76,7 @@ class Bench:
             "stock, unchanged": Side(self.theirs, lambda common: theirs.build(0, common), changing=False),
             "ours for a graph, changed": Side(self.ours, lambda common: ours.build(0, common), changing=True),
             "ours for a graph, unchanged": Side(self.ours, lambda common: ours.build(0, common), changing=False),
+            BASE: Side(self.ours, lambda common: base(ours, 0, common), changing=True),
             "ours eager, changed": Side(self.ours, eager, changing=True),
             "ours eager, unchanged": Side(self.ours, eager, changing=False),
         }
@@ -125,20 +131,26 @@ class Bench:
         # What lies in the stock builder's buffers is no longer made, so it must not believe that its key is held.
         self.theirs.builder._prev_metadata_key = None  # noqa: SLF001
 
-    def host_us(self, side: Side, *, busy: Callable[[], None] | None = None) -> float:
-        """Median wall time of a call in microseconds."""
-        times = []
-        repeats, warm = (REPEATS, WARM) if busy is None else (BUSY_REPEATS, 3)
-        for number in range(repeats + warm):
-            common = self.common(number, changing=side.changing)
-            _synchronize()
-            if busy is not None:
-                busy()
-            begin = time.perf_counter()
-            side.call(common)
-            times.append(time.perf_counter() - begin)
-            _synchronize()
-        return 1e6 * statistics.median(times[warm:])
+    def host_us(self, *, busy: Callable[[], None] | None = None) -> dict[str, float]:
+        """Median wall time of each side's call in microseconds."""
+        times: dict[str, list[float]] = {name: [] for name in self.sides}
+        rounds, calls, warm = (ROUNDS, CALLS, WARM) if busy is None else (BUSY_ROUNDS, BUSY_CALLS, BUSY_WARM)
+        for _ in range(rounds):
+            for name, side in self.sides.items():
+                taken = [self._call_us(side, number, busy) for number in range(warm + calls)]
+                times[name] += taken[warm:]
+        return {name: statistics.median(taken) for name, taken in times.items()}
+
+    def _call_us(self, side: Side, number: int, busy: Callable[[], None] | None) -> float:
+        common = self.common(number, changing=side.changing)
+        _synchronize()
+        if busy is not None:
+            busy()
+        begin = time.perf_counter()
+        side.call(common)
+        taken = 1e6 * (time.perf_counter() - begin)
+        _synchronize()
+        return taken
 
     def counts(self, side: Side, calls: int = 8) -> list[str]:
         """Device operations, copies back and waits of one call, as the profiler and torch's sync check see them."""
@@ -282,6 +294,7 @@ class Report:
         "stock, unchanged",
         "ours for a graph, changed",
         "ours for a graph, unchanged",
+        BASE,
         "ours eager, changed",
         "ours eager, unchanged",
     )
@@ -316,8 +329,7 @@ class Report:
             table(header, self.busy),
             "Device operations / copies back / waits of one call:",
             table(header, self.ops),
-            "Device time of the plan node in us, as the difference of graph replays with and without it:",
-            table(["rows", "CUs", "full rows", "mixed rows"], self.nodes),
+            *self._node_parts(),
             "Targets:",
             table(["what", "target", "found", ""], self.targets),
         ]
@@ -325,15 +337,23 @@ class Report:
             parts += ["Failed:", "\n".join(f"* {line}" for line in self.failed)]
         return "\n\n".join(parts)
 
+    def _node_parts(self) -> list[str]:
+        if not self.nodes:
+            return []
+        return [
+            "Device time of the plan node in us, as the difference of graph replays with and without it:",
+            table(["rows", "CUs", "full rows", "mixed rows"], self.nodes),
+        ]
+
 
 def measure(backend: Any, batch: tuple[int, int, int], busy_work: Callable[[], None], report: Report) -> None:
     """Checks and times one batch, and adds lines to the tables."""
     bench = Bench(backend, *batch)
     bench.check()
     before = bench.ours.planner.stats
-    idle = {name: bench.host_us(side) for name, side in bench.sides.items()}
+    idle = bench.host_us()
     report.idle.append([bench.name, *(f"{value:.1f}" for value in idle.values())])
-    busy = {name: bench.host_us(side, busy=busy_work) for name, side in bench.sides.items()}
+    busy = bench.host_us(busy=busy_work)
     report.busy.append([bench.name, *(f"{value:.1f}" for value in busy.values())])
     print(bench.name, report.idle[-1][1:], report.busy[-1][1:], flush=True)
     after = bench.ours.planner.stats
@@ -352,6 +372,9 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--slice", type=Path, required=True, help="folder with the Python files of vLLM 0.32.0")
     options.add_argument("--seconds", type=float, default=240.0, help="no further part is begun after that")
+    options.add_argument(
+        "--no-nodes", action="store_true", help="leave the plan node out, which time_plan.py times too"
+    )
     arguments = options.parse_args()
     if not CPU:
         refuse_debug()
@@ -360,7 +383,7 @@ def main() -> None:
     busy_work = _busy_work()
     for batch in BATCHES:
         report.part(str(batch), lambda: measure(backend, batch, busy_work, report))
-    if not CPU:
+    if not CPU and not arguments.no_nodes:
         for cus in (304, 256):
             report.part(f"plan node, {cus} CUs", lambda: plan_nodes(backend, cus, report))
     if CPU:

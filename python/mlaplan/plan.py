@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mlaplan.batch import sized_batch
 
 if TYPE_CHECKING:
     from mlaplan._core import Decision
@@ -31,11 +32,11 @@ class Constants(NamedTuple):
 
 
 class Quality(NamedTuple):
-    """How good a schedule is, in aiter's units of 16-token blocks.
+    """How good a schedule is, by the policy's cost table; under "aiter" in aiter's units of 16-token blocks.
 
     Attributes:
         finish_time: Cost of the longest slot.
-        lower_bound: No schedule of these rows on as many slots can finish earlier.
+        lower_bound: No schedule of these rows on as many slots as the budget allows can finish earlier.
     """
 
     finish_time: float
@@ -47,28 +48,72 @@ class Quality(NamedTuple):
         return self.finish_time / self.lower_bound if self.lower_bound else 1.0
 
 
-@dataclass(slots=True, eq=False)
 class Plan:
     """One step's plan. Its arrays are the planner's, so they hold it until the next plan is made.
 
     Attributes:
-        batch: What it was made for.
+        planner: Whose it is.
         decision: What was done and why: `action` is "nothing", "copy", "launch" or "deferred".
-        arrays: The arrays of the plan's class on the device; see `mlaplan.layout.PlanArrays`.
-        constants: The arrays that never change.
+        device_query_start_loc: The device's `query_start_loc` that it is made from, None where the batch had none.
+        device_seq_lens: The device's `seq_lens`, or None.
         num_works: Works of the schedule, where the host made it; None where the device did.
         split_budget: Slots per row that were budgeted for, where the host made it; None where the device did.
+        generation: Number of the write that left it in the buffers, -1 where none is known.
+        captured: The capture that has it as a node, or None.
     """
 
-    batch: Batch
-    decision: Decision
-    arrays: PlanArrays
-    constants: Constants
-    planner: Planner
-    num_works: int | None = None
-    split_budget: int | None = None
-    generation: int = -1
-    captured: object | None = None
+    __slots__ = (
+        "_batch",
+        "captured",
+        "decision",
+        "device_query_start_loc",
+        "device_seq_lens",
+        "generation",
+        "num_works",
+        "planner",
+        "split_budget",
+    )
+
+    def __init__(
+        self,
+        planner: Planner,
+        decision: Decision,
+        batch: Batch | None,
+        device_query_start_loc: Any,
+        device_seq_lens: Any,
+        generation: int = -1,
+    ) -> None:
+        """Keeps what `Planner` hands over; `batch` is None where it follows from the rest."""
+        self.planner = planner
+        self.decision = decision
+        self._batch = batch
+        self.device_query_start_loc = device_query_start_loc
+        self.device_seq_lens = device_seq_lens
+        self.generation = generation
+        self.captured: object | None = None
+        self.num_works: int | None = None
+        self.split_budget: int | None = None
+
+    def __repr__(self) -> str:
+        return f"Plan({self.decision!r})"
+
+    @property
+    def batch(self) -> Batch:
+        """What it was made for. After `Planner.defer` its boundaries have the true total alone."""
+        if self._batch is None:
+            boundaries, lengths = self.device_query_start_loc, self.device_seq_lens
+            self._batch = sized_batch(lengths.shape[0], self.decision.rows, self.padded_rows, boundaries, lengths)
+        return self._batch
+
+    @property
+    def arrays(self) -> PlanArrays:
+        """The arrays of the plan's class on the device; see `mlaplan.layout.PlanArrays`."""
+        return self.planner.arrays_of(self.decision.row_class)
+
+    @property
+    def constants(self) -> Constants:
+        """The arrays that never change."""
+        return self.planner.constants_of(self.decision.row_class)
 
     @property
     def rows(self) -> int | None:

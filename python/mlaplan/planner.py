@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,50 +9,36 @@ import numpy as np
 from mlaplan import _core
 from mlaplan.arguments import check_decode, check_outputs, check_scales, finite
 from mlaplan.backends import make_backend, partial_capacity
-from mlaplan.batch import Batch, Exact, UpperBound
+from mlaplan.batch import Batch, host_lengths, sized_batch
 from mlaplan.config import PlannerConfig
 from mlaplan.device import Device, make_device
 from mlaplan.layout import Layout, PlanArrays
 from mlaplan.plan import Constants, Plan, Quality
+from mlaplan.stats import Stats, Tally
 
 if TYPE_CHECKING:
+    import os
+
     import numpy.typing as npt
 
     from mlaplan._types import Int32Array
+    from mlaplan.checks import Difference
+    from mlaplan.costs import CostTable
+    from mlaplan.layout import PlanParams
+    from mlaplan.observer import Observer
+    from mlaplan.recorder import Recorder
+    from mlaplan.selfcheck import SelfCheck
 
 
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """What a planner has done since it was made.
-
-    Attributes:
-        steps: Plans asked for.
-        actions: How often each action was decided.
-        reasons: How often each reason counted.
-        launches: Ops run on the device, refreshes and decodes included.
-        copies: Uploads from the host.
-        bytes_copied: Bytes of those uploads.
-        allocations: Device arrays made.
-        waits: Times the host waited for the device.
-        read_backs: Times device memory was read by the host.
-    """
-
-    steps: int
-    actions: dict[str, int]
-    reasons: dict[str, int]
-    launches: int
-    copies: int
-    bytes_copied: int
-    allocations: int
-    waits: int
-    read_backs: int
+# Batches without host arrays whose decisions are kept; steady decodes come in a few hundred sizes.
+_MOST_DEFERRALS = 8192
 
 
 class Planner:
     """Plans the steps of one model part on one device.
 
-    All device memory is allocated here and never moves. A planner serves one stream of steps; micro-batches and draft
-    models that are under way at the same time get a planner each.
+    All device memory is allocated here and never moves. A planner serves one stream of steps in one thread; threads,
+    micro-batches and draft models that are under way at the same time get a planner each.
 
     Example:
         >>> import numpy as np, mlaplan
@@ -79,14 +63,17 @@ class Planner:
         if not isinstance(config, PlannerConfig):
             raise TypeError(f"config must be a PlannerConfig, not {type(config).__name__}")
         self.device: Device = make_device(device)
-        self.backend, self.config = make_backend(config.resolved(self.device.num_cus), self.device)
+        self.backend, self.config = make_backend(config, self.device)
         if config.fold not in (None, self.config.fold):
             raise ValueError(
                 f"fold is {config.fold}, but backend {self.backend.name!r} takes {self.config.fold} planner rows a row"
             )
         self.params = self.config.params
-        sizes = {"num_cus": self.params.num_cus, "fold": self.params.fold}
-        self._layouts = [Layout.of(rows, **sizes) for rows in self.config.row_classes]
+        params = self.params
+        self._layouts = [
+            Layout.of(rows, num_cus=params.num_cus, fold=params.fold, pieces=params.pieces)
+            for rows in self.config.row_classes
+        ]
         self._step = _core.StepPlanner(
             max_requests=self.config.max_requests,
             topk=self.params.topk,
@@ -95,6 +82,9 @@ class Planner:
             split_budget=self.params.split_budget,
             min_tokens_per_split=self.params.min_tokens_per_split,
             classes=[(layout.rows, layout.offsets, layout.words) for layout in self._layouts],
+            policy=self.params.policy,
+            cost_table=None if self.params.cost_table is None else self.params.cost_table.fields,
+            piece_tokens=self.params.piece_tokens,
         )
         self._arena = self.device.allocate(self._layouts[-1].words)
         self._ring = self.device.staging(self.config.staging_slots, self._layouts[-1].words)
@@ -104,8 +94,10 @@ class Planner:
         self._kv_indices: Any = None
         # Number of the last plan that was or may have been written; a plan is held if it bears it.
         self._generation = 0
-        self._decisions: Counter[int] = Counter()
-        self._examples: dict[int, _core.Decision] = {}
+        self._tally = Tally()
+        self._deferrals: dict[tuple[int, int, int], _core.Decision] = {}
+        # Who records or checks; None costs one comparison a step.
+        self.observer: Observer | None = None
 
     def plan(self, batch: Batch, *, deferred: bool = False) -> Plan:
         """Makes the device hold the plan of `batch`, with as little work as that takes.
@@ -127,9 +119,12 @@ class Planner:
             mlaplan.PlanError: The batch exceeds the capacity, device arrays are needed, or a copy would be captured
                 into a graph. A `ValueError`.
         """
+        if self.observer is not None:
+            return self.observer.plan(batch, deferred=deferred)
         if not isinstance(batch, Batch):
             raise TypeError(f"batch must be a Batch, not {type(batch).__name__}")
-        seq_lens, max_rejects = _host_lengths(batch)
+        seq_lens, max_rejects = host_lengths(batch)
+        on_device = batch.device_query_start_loc is not None and batch.device_seq_lens is not None
         if deferred:
             self._check_device_arrays(batch)
             decision = self._step.defer(
@@ -137,7 +132,6 @@ class Planner:
             )
             self._generation += 1
             return self._finish(batch, decision)
-        on_device = batch.on_device
         if on_device or batch.device_query_start_loc is not None or batch.device_seq_lens is not None:
             self._check_device_arrays(batch)
         decision = self._step.decide(
@@ -152,7 +146,8 @@ class Planner:
         action = decision.action
         if action == "nothing":
             return self._finish(batch, decision, self._generation)
-        if action == "copy" and self.device.capture() is not None:
+        graph = self.device.capture()
+        if action == "copy" and graph is not None:
             # A replay would bring back what the staging area holds by then, and the host would believe in a plan
             # that never ran.
             raise _core.PlanError(
@@ -161,16 +156,59 @@ class Planner:
         self._generation += 1
         if action == "launch":
             plan = self._finish(batch, decision)
-            self._launch(plan)
+            self._launch(plan, graph)
             return plan
         by_device = on_device and self.config.schedule_maker == "device"
         slot = None if by_device else self._ring.acquire()
         if slot is None and on_device:
             plan = self._finish(batch, self._step.launch_instead(decision, not by_device))
-            self._launch(plan)
+            self._launch(plan, graph)
             self._step.commit()
             return plan
         return self._copy(batch, decision, self._ring.wait() if slot is None else slot)
+
+    def defer(
+        self, num_requests: int, rows: int, padded_rows: int, device_query_start_loc: Any, device_seq_lens: Any
+    ) -> Plan:
+        """Leaves a batch of which the host only has the sizes to its first consumer.
+
+        As `plan` with `deferred=True` and `boundaries_exact=False`, in half the time: there is nothing to read on the
+        host, and what a size leads to is remembered.
+
+        Args:
+            num_requests: Requests, R.
+            rows: Rows that belong to a request.
+            padded_rows: Rows that the consumer sees, at least `rows`.
+            device_query_start_loc: The device's `query_start_loc`. Shape (R + 1,), int32, contiguous.
+            device_seq_lens: The device's `seq_lens`. Shape (R,), int32, contiguous.
+
+        Returns:
+            The plan, deferred.
+
+        Raises:
+            TypeError: An array has the wrong kind or dtype.
+            ValueError: An argument breaks a rule; the message names it, the position and the value.
+            mlaplan.PlanError: The batch exceeds the capacity. A `ValueError`.
+        """
+        try:
+            decision = self._deferrals.get((num_requests, rows, padded_rows))
+        except TypeError:  # no number, which the batch says better
+            decision = None
+        if decision is None or self.observer is not None:
+            batch = sized_batch(num_requests, rows, padded_rows, device_query_start_loc, device_seq_lens)
+            plan = self.plan(batch, deferred=True)
+            if len(self._deferrals) >= _MOST_DEFERRALS:
+                self._deferrals.clear()
+            self._deferrals[num_requests, rows, padded_rows] = plan.decision
+            return plan
+        self.device.check("device_query_start_loc", device_query_start_loc, num_requests + 1)
+        self.device.check("device_seq_lens", device_seq_lens, num_requests)
+        self._step.made_on_device()
+        self._generation += 1
+        if self._constants_lost:
+            self._restore_constants()
+        self._tally.add(decision)
+        return Plan(self, decision, None, device_query_start_loc, device_seq_lens)
 
     def refresh(self, plan: Plan) -> None:
         """Makes rows and schedule in place from the device's own arrays, unless the buffers hold the plan already.
@@ -191,7 +229,7 @@ class Planner:
                 return
         elif plan.captured is graph:
             return
-        if not plan.batch.on_device:
+        if plan.device_query_start_loc is None or plan.device_seq_lens is None:
             raise _core.PlanError(
                 "device_query_start_loc and device_seq_lens are needed to make this plan on the device"
             )
@@ -199,7 +237,9 @@ class Planner:
             self._restore_constants()
         self._step.made_on_device()
         self._generation += 1
-        self._launch(plan)
+        self._launch(plan, graph)
+        if self.observer is not None:
+            self.observer.refreshed(plan)
 
     def remake(self, plan: Plan) -> None:
         """Makes a plan again from what the device's arrays hold now, whatever the buffers hold.
@@ -213,6 +253,8 @@ class Planner:
         Raises:
             ValueError: As `refresh`.
         """
+        if self.observer is not None:
+            self.observer.remade(plan)
         plan.generation, plan.captured = -1, None
         self.refresh(plan)
 
@@ -284,6 +326,34 @@ class Planner:
         self._step.invalidate()
         self._generation += 1
         self._constants_lost = True
+        if self.observer is not None:
+            self.observer.invalidated()
+
+    def record(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_bytes: int = 64 << 20,
+        keep: str = "first",
+        read_lengths: bool = False,
+        overwrite: bool = False,
+    ) -> Recorder:
+        """Writes a trace of every step from here on; see `mlaplan.recorder.Recorder`, a context manager too."""
+        from mlaplan.recorder import Recorder
+
+        return Recorder(self, path, max_bytes=max_bytes, keep=keep, read_lengths=read_lengths, overwrite=overwrite)
+
+    def check(self, plan: Plan, *, dump: str | os.PathLike[str] | None = None) -> Difference | None:
+        """Reads the buffers back and compares them with a plan from nothing; see `mlaplan.selfcheck.check`."""
+        from mlaplan.selfcheck import check
+
+        return check(self, plan, dump=dump)
+
+    def self_check(self, every: int, *, dump: str | os.PathLike[str] | None = None) -> SelfCheck:
+        """Makes the same comparison every so many steps from here on; see `mlaplan.selfcheck.SelfCheck`."""
+        from mlaplan.selfcheck import SelfCheck
+
+        return SelfCheck(self, every, dump=dump)
 
     def quality(self, plan: Plan) -> Quality:
         """Finish time and lower bound of a plan; see `Plan.quality`."""
@@ -291,30 +361,20 @@ class Planner:
         arrays = [self.device.to_host(array) for array in plan.arrays]
         lengths = np.diff(arrays[1])
         works = arrays[4][: arrays[2][-1]]
-        return schedule_quality(lengths, arrays[2], works, self.params.fold)
+        return schedule_quality(lengths, arrays[2], works, self.params)
 
     @property
     def stats(self) -> Stats:
         """What was done so far."""
-        actions: Counter[str] = Counter()
-        reasons: Counter[str] = Counter()
-        for key, times in self._decisions.items():
-            example = self._examples[key]
-            actions[example.action] += times
-            for reason in example.reasons:
-                reasons[reason] += times
-        counters = self.device.counters
-        return Stats(
-            steps=sum(actions.values()),
-            actions=dict(actions),
-            reasons=dict(reasons),
-            launches=counters.launches,
-            copies=counters.copies,
-            bytes_copied=counters.bytes_copied,
-            allocations=counters.allocations,
-            waits=counters.waits,
-            read_backs=counters.read_backs,
-        )
+        return self._tally.stats(self.device.counters)
+
+    def arrays_of(self, row_class: int) -> PlanArrays:
+        """The arrays of a row class on the device."""
+        return self._arrays[row_class]
+
+    def constants_of(self, row_class: int) -> Constants:
+        """The arrays of a row class that never change."""
+        return self._constants[row_class]
 
     def _copy(self, batch: Batch, decision: _core.Decision, slot: int) -> Plan:
         written = self._step.write(self._ring.areas[slot])
@@ -328,30 +388,19 @@ class Planner:
         self._step.commit()
         return plan
 
-    def _launch(self, plan: Plan) -> None:
-        batch = plan.batch
-        self.device.plan(batch.device_query_start_loc, batch.device_seq_lens, plan.arrays, self.params)
+    def _launch(self, plan: Plan, graph: object | None) -> None:
+        arrays = self._arrays[plan.decision.row_class]
+        self.device.plan(plan.device_query_start_loc, plan.device_seq_lens, arrays, self.params)
         # Under capture nothing ran: the buffers hold what they held, until a replay that the host does not see. Set
         # when the launch is through, so that a failed one is tried again.
-        plan.captured = self.device.capture()
-        plan.generation = self._generation if plan.captured is None else -1
+        plan.captured = graph
+        plan.generation = self._generation if graph is None else -1
 
     def _finish(self, batch: Batch, decision: _core.Decision, generation: int = -1) -> Plan:
         if self._constants_lost:
             self._restore_constants()
-        key = decision.key
-        self._decisions[key] += 1
-        if key not in self._examples:
-            self._examples[key] = decision
-        row_class = decision.row_class
-        return Plan(
-            batch=batch,
-            decision=decision,
-            arrays=self._arrays[row_class],
-            constants=self._constants[row_class],
-            planner=self,
-            generation=generation,
-        )
+        self._tally.add(decision)
+        return Plan(self, decision, batch, batch.device_query_start_loc, batch.device_seq_lens, generation)
 
     def _views(self, layout: Layout) -> PlanArrays:
         views = zip(layout.offsets, layout.shapes, strict=True)
@@ -361,7 +410,8 @@ class Planner:
         """Host values of the constants that all classes share, then the pointers of each class."""
         tiles = self.config.max_rows * self.params.fold
         # aiter before v0.1.9 views the partials as rows of all heads again.
-        partials = partial_capacity(tiles, self.params.num_cus, multiple=self.params.fold)
+        params = self.params
+        partials = partial_capacity(tiles, params.num_cus, multiple=params.fold, pieces=params.pieces)
         steps = np.arange(tiles + 1, dtype=np.int32)
         shared = (steps, np.ones(tiles, np.int32), np.stack([steps[:-1], steps[1:]], axis=1))
         address = self.device.address
@@ -407,37 +457,41 @@ class Planner:
             raise ValueError("plan belongs to another planner, whose buffers it describes")
 
 
-def schedule_quality(row_lengths: Int32Array, work_indptr: Int32Array, work_info: Int32Array, fold: int) -> Quality:
-    """Finish time and lower bound of a schedule, in aiter's units.
+def schedule_quality(
+    row_lengths: Int32Array, work_indptr: Int32Array, work_info: Int32Array, params: PlanParams
+) -> Quality:
+    """Finish time and lower bound of a schedule, by the policy's cost table; in aiter's units under "aiter".
 
     Args:
         row_lengths: Length of each row before folding, in tokens. Shape (rows,), int32.
         work_indptr: First work of each slot. Shape (C + 1,), int32.
         work_info: Works. Shape (works, 8), int32.
-        fold: Planner rows per token row.
+        params: What the schedule was made with.
 
     Returns:
-        Both numbers, the bound for as many slots as the schedule uses.
+        Both numbers, the bound for as many slots as the budget allows, whether they are used or not.
     """
-    table = _core.CostTable.named("aiter")
-    used = int(np.count_nonzero(np.diff(work_indptr)))
+    table = _core.CostTable.named("aiter") if params.policy == "aiter" else _costs(params).core
     finish = table.finish_time(work_indptr, np.ascontiguousarray(work_info).reshape(-1))
-    return Quality(finish, table.lower_bound(row_lengths, max(used, 1), fold=fold))
+    slots = max(1, _allowed_slots(row_lengths, params))
+    return Quality(finish, table.lower_bound(row_lengths, slots, fold=params.fold))
 
 
-def _host_lengths(batch: Batch) -> tuple[Int32Array | None, int | None]:
-    lengths = batch.lengths
-    if lengths is None:
-        return None, None
-    # None inside would be taken for lengths that are not known, or a bound for an exact length.
-    if isinstance(lengths, Exact):
-        if lengths.seq_lens is None:
-            raise TypeError("seq_lens must be a one-dimensional int32 NumPy array, not NoneType")
-        return lengths.seq_lens, None
-    if isinstance(lengths, UpperBound):
-        if lengths.bound is None:
-            raise TypeError("seq_lens_bound must be a one-dimensional int32 NumPy array, not NoneType")
-        if lengths.max_rejects is None:
-            raise TypeError("max_rejects must be a whole number, not NoneType")
-        return lengths.bound, lengths.max_rejects
-    raise TypeError(f"lengths must be Exact, UpperBound or None, not {type(lengths).__name__}")
+def _allowed_slots(row_lengths: Int32Array, params: PlanParams) -> int:
+    budget, longest, num_cus = params.split_budget, int(row_lengths.max(initial=0)), params.num_cus
+    if params.policy == "invariant":
+        return num_cus
+    if budget is None and params.policy == "balanced":
+        budget = _core.split_budget(longest, cost_table=_costs(params).core, num_cus=num_cus)
+    elif budget is None:
+        budget = _core.max_split_per_batch(
+            longest, topk=params.topk, num_cus=num_cus, min_tokens_per_split=params.min_tokens_per_split
+        )
+    live = params.fold * int(np.count_nonzero(row_lengths))
+    return num_cus if budget < 0 else min(num_cus, budget * live)
+
+
+def _costs(params: PlanParams) -> CostTable:
+    if params.cost_table is None:
+        raise ValueError(f"cost_table is None, must be given with policy {params.policy!r}")
+    return params.cost_table

@@ -13,6 +13,7 @@ import pytest
 import mlaplan
 from mlaplan.device.ring import StagingRing
 from mlaplan.graphs import DecodeGraphs, DecodeInputs
+from mlaplan.kernels.launch import CompiledLaunch
 from mlaplan.layout import Layout, PlanArrays
 from mlaplan.reference.attention import attention
 from mlaplan.reference.plan import plan as plan_from_nothing
@@ -130,6 +131,8 @@ def queue_behind_a_busy_stream(planner: mlaplan.Planner, plans: int, *, on_devic
     classes = []
     for given in batches:  # so that nothing is compiled while the device sleeps
         planner.plan(given)
+        if on_device:
+            planner.refresh(planner.plan(given, deferred=True))
     torch.cuda.synchronize()
     torch.cuda._sleep(int(2e9))  # about a second, in which nothing that is queued runs
     for snapshot, given in zip(snapshots, batches, strict=True):
@@ -272,3 +275,160 @@ def test_a_captured_step_attends_to_what_its_inputs_say(rng: np.random.Generator
         assert (inputs.out[rows:] == 7.0).all()
     with pytest.raises(ValueError, match="deferred"):
         graphs.replay(planner.plan(batch(rng)), 8)
+
+
+def check_unknown(planner: mlaplan.Planner, rng: np.random.Generator, *, shift: int = 0) -> None:
+    """Plans a batch by a launch, its inputs `shift` words behind an allocation's start, and compares."""
+    given = batch(rng, known=False)
+    moved = {}
+    for name in ("device_query_start_loc", "device_seq_lens"):
+        array = getattr(given, name)
+        room = torch.zeros(array.shape[0] + shift, dtype=torch.int32, device="cuda")
+        room[shift:] = array
+        moved[name] = room[shift:]
+    plan = planner.plan(dataclasses.replace(given, **moved))
+    assert plan.decision.action == "launch"
+    rows, lengths = len(plan.arrays.request_ids), given.device_seq_lens.cpu().numpy()
+    assert same(plan.arrays, expected(given.query_start_loc, lengths, rows, planner.params))
+
+
+def test_a_kept_launch_serves_inputs_at_any_address(rng: np.random.Generator) -> None:
+    planner = mlaplan.Planner(config(), "cuda")
+    for step in range(400):
+        check_unknown(planner, rng, shift=step % 7)
+    launches = planner.device._launches
+    assert all(compiled is not None for compiled, _ in launches.values())
+    # 23 request counts, aligned or not, and 7 classes at most: far fewer than there were addresses.
+    assert len({key[2:] for key in launches}) == 4
+
+
+def test_a_launcher_that_takes_other_arguments_is_given_up(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = 0
+
+    def refuse(*_arguments: object, **_named: object) -> None:
+        nonlocal refused
+        refused += 1
+        raise TypeError("function takes 31 arguments")
+
+    planner = mlaplan.Planner(config(), "cuda")
+    pool = [batch(rng, known=False, padded=False) for _ in range(8)]
+    for given in pool:
+        planner.plan(given)
+    monkeypatch.setattr(CompiledLaunch, "run", refuse)
+    launches = planner.stats.launches
+    for given in (*pool, *pool):
+        plan = planner.plan(given)
+        rows, lengths = len(plan.arrays.request_ids), given.device_seq_lens.cpu().numpy()
+        assert same(plan.arrays, expected(given.query_start_loc, lengths, rows, planner.params))
+    # Each kept launch is tried once, then never again; and each plan is one launch all the same.
+    assert 0 < refused == len(planner.device._launches) <= len(pool)
+    assert planner.stats.launches == launches + 2 * len(pool)
+
+
+def test_without_a_known_launcher_the_public_one_is_used(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlaplan.kernels.launch._DIRECT", ())
+    planner = mlaplan.Planner(config(), "cuda")
+    for _ in range(60):
+        check_unknown(planner, rng)
+    assert all(compiled._hooks is None for compiled, _ in planner.device._launches.values())
+
+
+def test_hooks_of_profilers_see_repeated_launches(rng: np.random.Generator) -> None:
+    knobs = pytest.importorskip("triton").knobs.runtime
+    planner = mlaplan.Planner(config(), "cuda")
+    given = batch(rng, known=False)
+    planner.plan(given)
+    seen: list[object] = []
+    knobs.launch_enter_hook.add(seen.append)
+    try:
+        for _ in range(3):
+            planner.plan(given)
+    finally:
+        knobs.launch_enter_hook.remove(seen.append)
+    planner.plan(given)
+    assert len(seen) == 3
+
+
+def test_torch_copies_where_the_runtime_does_not(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = mlaplan.Planner(config(staging_slots=2), "cuda")
+    asked = 0
+
+    def refuse(*_arguments: int) -> bool:
+        nonlocal asked
+        asked += 1
+        return False
+
+    monkeypatch.setattr(planner.device, "_copy", refuse)
+    for _ in range(12):
+        given = batch(rng, on_device=False)
+        plan = planner.plan(given)
+        assert isinstance(given.lengths, mlaplan.Exact)
+        rows = len(plan.arrays.request_ids)
+        assert same(plan.arrays, expected(given.query_start_loc, given.lengths.seq_lens, rows, planner.params))
+    assert asked == 10, "the first copy of each area is torch's, so that its allocator knows the stream"
+
+
+def test_copies_on_two_streams_keep_their_order(rng: np.random.Generator) -> None:
+    planner = mlaplan.Planner(config(staging_slots=4), "cuda")
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for step in range(200):
+        given = batch(rng, on_device=False)
+        stream = streams[step % 3 % 2]
+        if step % 5 == 0:
+            with torch.cuda.stream(streams[(step + 1) % 2]):
+                torch.cuda._sleep(1_000_000)
+        with torch.cuda.stream(stream):
+            plan = planner.plan(given)
+            held = PlanArrays(*(array.clone() for array in plan.arrays))
+        stream.synchronize()
+        assert isinstance(given.lengths, mlaplan.Exact)
+        rows = len(plan.arrays.request_ids)
+        assert same(held, expected(given.query_start_loc, given.lengths.seq_lens, rows, planner.params))
+
+
+@pytest.mark.parametrize("action", ["copy", "launch", "refresh", "graph"])
+def test_constants_are_written_again_after_memory_was_lost(rng: np.random.Generator, action: str) -> None:
+    planner = mlaplan.Planner(config(capture_sizes=(8,), fold=2, heads=32), "cuda")
+    given = batch(rng, known=action == "copy")
+    wanted = [[array.clone() for array in constants] for constants in planner._constants]
+    planner.refresh(planner.plan(given, deferred=True))
+    for constants in planner._constants:
+        for array in constants:
+            array.view(torch.uint8).fill_(0xAB)
+    planner._arena.fill_(-1)
+    planner.invalidate()
+    if action in ("refresh", "graph"):
+        plan = planner.plan(given, deferred=True)
+        if action == "graph":
+            with planner.device.record() as graph:
+                planner.refresh(plan)
+            graph.replay()
+        planner.refresh(plan)
+    else:
+        plan = planner.plan(given)
+    for constants, before in zip(planner._constants, wanted, strict=True):
+        for array, value in zip(constants, before, strict=True):
+            assert torch.equal(array.view(torch.uint8), value.view(torch.uint8))
+    lengths = given.device_seq_lens.cpu().numpy()
+    rows = len(plan.arrays.request_ids)
+    assert same(plan.arrays, expected(given.query_start_loc, lengths, rows, planner.params))
+
+
+def test_a_batch_of_sizes_alone_is_made_from_the_devices_arrays(rng: np.random.Generator) -> None:
+    planner = mlaplan.Planner(config(), "cuda")
+    for _ in range(100):
+        given = batch(rng, known=False)
+        requests, total = len(given.query_start_loc) - 1, int(given.query_start_loc[-1])
+        arrays = given.device_query_start_loc, given.device_seq_lens
+        plan = planner.defer(requests, total, given.padded_rows, *arrays)
+        with pytest.raises(ValueError, match="device_seq_lens has"):
+            planner.defer(requests, total, given.padded_rows, arrays[0], arrays[0])
+        planner.refresh(plan)
+        wanted = planner.plan(given, deferred=True).decision
+        assert (plan.decision.row_class, plan.decision.rows) == (wanted.row_class, wanted.rows)
+        rows = len(plan.arrays.request_ids)
+        assert same(plan.arrays, expected(given.query_start_loc, arrays[1].cpu().numpy(), rows, planner.params))

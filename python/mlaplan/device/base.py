@@ -111,5 +111,8 @@ class Device(Protocol):
     def synchronize(self) -> None:
         """Waits until everything asked for has run."""
 
+    def snapshot(self, array: Any) -> Any:
+        """Queues a copy of an int32 array and returns it: for checks of what a step was given."""
+
     def to_host(self, array: Any) -> Int32Array:
         """Waits, and returns a host copy: for checks and pictures, never for planning."""

@@ -27,16 +27,17 @@ class StagingRing:
     """A few host areas that are filled in turn.
 
     The host may run thousands of operations ahead of the device, so an area may only be written again when the copy
-    from it has run. `acquire` answers that without waiting. Setting a marker costs as much as a copy, so there are
+    from it has run. `acquire` answers that without waiting. Setting a marker costs part of a copy, so there are
     two groups of areas with a marker each: it is set when the first area of the other group is asked for, behind
     every copy of its own.
 
     Attributes:
         areas: The areas, int32, all of one size, at least two.
         sources: What the device copies from, one per area: the same memory as the device's kind of array.
+        queue: The queue that the device copied on last, as the device names it.
     """
 
-    def __init__(self, areas: Sequence[Int32Array], sources: Sequence[Any], markers: tuple[Marker, Marker]) -> None:
+    def __init__(self, areas: Sequence[Int32Array], sources: Sequence[Any], markers: tuple[Any, Any]) -> None:
         """Makes a ring whose areas are all free.
 
         Args:
@@ -47,6 +48,7 @@ class StagingRing:
         self.areas = tuple(areas)
         self.sources = tuple(sources)
         self._markers = markers
+        self.queue: Any = None
         self._per_group = -(-len(self.areas) // 2)
         self._next = 0
         self._unmarked: Marker | None = None
@@ -65,13 +67,14 @@ class StagingRing:
 
     def queued(self, slot: int) -> None:
         """Says that a copy from the area was queued."""
-        self._unmarked = self.marker(slot)
+        self._unmarked = self._markers[slot // self._per_group]
 
-    def marker(self, slot: int) -> Any:
-        """The marker of the area's group."""
-        return self._markers[slot // self._per_group]
+    @property
+    def markers(self) -> tuple[Any, Any]:
+        """The two markers."""
+        return self._markers
 
-    def _enter(self) -> Marker:
+    def _enter(self) -> Any:
         """Sets the marker of the group that is full, once; returns that of the group that comes next."""
         if self._unmarked is not None:
             self._unmarked.record()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from mlaplan.device import runtime
 from mlaplan.device.base import Counters, Ops
 from mlaplan.device.ring import StagingRing
 from mlaplan.kernels.decode import decode
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from mlaplan._types import Int32Array
     from mlaplan.layout import PlanArrays, PlanParams
 
-# A copy is rounded up to this many words, so that its two slices can be kept: making one costs 3 us.
-_COPY_WORDS = 1024
-
 # Compiled launches that are kept; captured graphs and steady steps use a handful.
 _KEPT_LAUNCHES = 1024
+
+# Looked up once: each is asked for in every step.
+_Tensor, _INT32 = torch.Tensor, torch.int32
 
 _DTYPES = {
     "float32": torch.float32,
@@ -91,9 +91,10 @@ class TorchDevice:
         self.num_cus: int | None = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.counters = Counters()
         self._streams: dict[int, torch.cuda.Stream] = {}
-        self._slices: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._noted: set[tuple[int, int]] = set()
         self._launches: dict[tuple[int, int, int, int], tuple[CompiledLaunch | None, PlanArrays]] = {}
-        self._capture_id = _capture_id_function()
+        self._capture_id = runtime.capture_id_function()
+        self._copy = runtime.copy_function(self.device)
 
     def stream(self) -> torch.cuda.Stream:
         """The current stream's object, made once per stream: asking torch for it costs 7 us."""
@@ -132,43 +133,49 @@ class TorchDevice:
 
     def staging(self, slots: int, words: int) -> StagingRing:
         """See `Device.staging`. The areas are pinned, so that a copy does not wait for the host."""
-        padded = -(-words // _COPY_WORDS) * _COPY_WORDS
-        sources = [torch.zeros(padded, dtype=torch.int32, pin_memory=True) for _ in range(max(slots, 2))]
+        sources = [torch.zeros(words, dtype=torch.int32, pin_memory=True) for _ in range(max(slots, 2))]
         return StagingRing([source.numpy() for source in sources], sources, (_Marker(self), _Marker(self)))
 
     def upload(self, staging: StagingRing, slot: int, buffer: torch.Tensor, words: int) -> None:
-        """See `Device.upload`."""
-        source = staging.sources[slot]
-        rounded = min(-(-words // _COPY_WORDS) * _COPY_WORDS, buffer.shape[0])
-        key = (source.data_ptr(), buffer.data_ptr(), rounded)
-        slices = self._slices.get(key)
-        if slices is None:
-            slices = self._slices[key] = (buffer[:rounded], source[:rounded])
-        stream, marker = self.stream(), staging.marker(slot)
-        if marker.stream is not stream:
+        """See `Device.upload`.
+
+        Torch's own copy costs twice what the runtime's does. It is made for the first copy of an area on a stream: it
+        notes that stream in torch's pinned allocator, which keeps the area until what is queued there has run.
+        """
+        source, handle = staging.sources[slot], _raw_stream(self._index)
+        if staging.queue != handle:
+            self._enter_stream(staging, handle)
+        self.counters.copies += 1
+        self.counters.bytes_copied += 4 * words
+        noted = (source.data_ptr(), handle)
+        if noted not in self._noted or not self._copy(buffer.data_ptr(), noted[0], 4 * words, handle):
+            buffer[:words].copy_(source[:words], non_blocking=True)
+            self._noted.add(noted)
+        staging.queued(slot)
+
+    def _enter_stream(self, staging: StagingRing, handle: int) -> None:
+        """Goes on copying on another stream, behind what was copied so far: one buffer is written, one event waits."""
+        stream = self.stream()
+        for marker in staging.markers:
             if marker.stream is not None:
-                # One event guards the group, so its copies must be in one order; so must the writes to the buffer.
                 stream.wait_stream(marker.stream)
             marker.stream = stream
-        slices[0].copy_(slices[1], non_blocking=True)
-        self.counters.copies += 1
-        self.counters.bytes_copied += 4 * rounded
-        staging.queued(slot)
+        staging.queue = handle
 
     def plan(
         self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, arrays: PlanArrays, params: PlanParams
     ) -> None:
         """See `Device.plan`.
 
-        A planner's arrays and params are one pair for ever, and the inputs mostly lie where they lay: then the
-        compiled launch is repeated. Its address is part of the key because Triton compiles for an address's alignment.
+        A planner's arrays and params are one pair for ever, so a launch is kept compiled for them and repeated over
+        whatever inputs come. Triton compiles for an address's alignment, hence the remainders in the key.
         """
         self.counters.launches += 1
-        key = (id(arrays), query_start_loc.data_ptr(), seq_lens.data_ptr(), seq_lens.shape[0])
+        boundaries, lengths, requests = query_start_loc.data_ptr(), seq_lens.data_ptr(), seq_lens.numel()
+        key = (id(arrays), requests, boundaries % 16, lengths % 16)
         known = self._launches.get(key)
         if known is None:
-            launch = plan_launch(query_start_loc, seq_lens, arrays, params)
-            compiled = CompiledLaunch.prepare(launch, 2)
+            compiled = CompiledLaunch.prepare(plan_launch(query_start_loc, seq_lens, arrays, params), 2)
             if len(self._launches) >= _KEPT_LAUNCHES:
                 self._launches.clear()
             # The arrays are kept too, so that their id stays theirs.
@@ -177,7 +184,7 @@ class TorchDevice:
         compiled = known[0]
         if compiled is not None:
             try:
-                compiled.run(_raw_stream(self._index), query_start_loc, seq_lens)
+                compiled.run(_raw_stream(self._index), boundaries, lengths)
             except TypeError:
                 # Raised before anything is launched, by a Triton whose launcher takes other arguments.
                 self._launches[key] = (None, arrays)
@@ -210,6 +217,20 @@ class TorchDevice:
 
     def check(self, argument: str, array: Any, entries: int) -> None:
         """See `Device.check`."""
+        if (
+            type(array) is _Tensor
+            and array.dtype is _INT32
+            and array.dim() == 1
+            and array.is_cuda
+            and array.get_device() == self._index
+            and array.numel() == entries
+            and array.is_contiguous()
+        ):
+            return
+        self._refuse(argument, array, entries)
+
+    def _refuse(self, argument: str, array: Any, entries: int) -> None:
+        """Says what is wrong with an input; subclasses of tensors are looked at here as well, and may be right."""
         if not isinstance(array, torch.Tensor) or array.dtype != torch.int32 or array.dim() != 1:
             kind = (
                 f"{array.dtype} of {array.dim()} dimensions"
@@ -229,6 +250,11 @@ class TorchDevice:
         self.counters.waits += 1
         torch.cuda.synchronize(self.device)
 
+    def snapshot(self, array: torch.Tensor) -> torch.Tensor:
+        """See `Device.snapshot`."""
+        self.counters.allocations += 1
+        return array.clone()
+
     def to_host(self, array: torch.Tensor) -> Int32Array:
         """See `Device.to_host`."""
         self.counters.read_backs += 1
@@ -246,24 +272,3 @@ class _Capture:
         if cls._last[0] != number:
             cls._last = (number, object())
         return cls._last[1]
-
-
-def _capture_id_function() -> Callable[[int], int | None]:
-    """Returns a function that gives the number of the capture on a raw stream, None where the runtime does not tell.
-
-    Torch has no call for it. Newer runtimes take more out-pointers than older ones; null for those is right in each.
-    """
-    hip = torch.version.hip
-    name = "libamdhip64.so" if hip else f"libcudart.so.{(torch.version.cuda or '12').split('.')[0]}"
-    symbol = "hipStreamGetCaptureInfo" if hip else "cudaStreamGetCaptureInfo"
-    try:
-        function = getattr(ctypes.CDLL(name), symbol)
-    except (OSError, AttributeError):
-        return lambda _stream: None
-    status, number = ctypes.c_int(0), ctypes.c_ulonglong(0)
-
-    def ask(stream: int) -> int | None:
-        outcome = function(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None, None)
-        return number.value if outcome == 0 else None
-
-    return ask

@@ -10,6 +10,9 @@ Environment variables, read when they matter and never afterwards:
 * `MLAPLAN_MODE`: `graph` (default), `build` or `classic`, see `mlaplan.vllm.settings.Mode`.
 * `MLAPLAN_ALWAYS_REBUILD=1`: no plan is taken over from the step before, whatever the keys say.
 * `MLAPLAN_ARCH`: `gfx942` or `gfx950`, where torch does not name the device's architecture.
+* `MLAPLAN_LOG_STATS`: seconds between two lines of statistics in the log, 0 for none; vLLM's own interval by default.
+* `MLAPLAN_METRICS=0`: no counters for Prometheus.
+* `MLAPLAN_RECORD`, `MLAPLAN_CHECK_EVERY`, `MLAPLAN_DUMP` and their like: see `docs/traces.md`.
 """
 
 from __future__ import annotations

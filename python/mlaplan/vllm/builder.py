@@ -23,19 +23,17 @@ from mlaplan.vllm.settings import Mode
 _HAS_COMMON_BASE = Stock.of(stock).has_common_base
 # How the stock builder decides that a pure prefill runs without a schedule; 0.30 and 0.31 have no such rule.
 _is_long_bf16_prefill = getattr(stock, "_is_long_bf16_prefill", None)
-# Views kept: one set for each (class, rows) pair that was met, a few dozen bytes of host memory each.
-_MOST_VIEWS = 8192
+# What the stock builder builds upon: it fills the fields that are not planned.
+_build_unplanned = ROCMAiterMLASparseMetadataBuilder.__mro__[1].build if _HAS_COMMON_BASE else plain.build
+# Fields kept: one set for each (class, rows) pair that was met, a few kilobytes of host memory each.
+_MOST_FIELDS = 8192
 
 
-class _Views(NamedTuple):
-    """The slices that a batch of so many rows sees."""
+class _Fields(NamedTuple):
+    """The planned fields of a batch of so many rows."""
 
-    req_id_per_token: torch.Tensor
-    qo_indptr: torch.Tensor
-    paged_kv_last_page_len: torch.Tensor
-    paged_kv_indices: torch.Tensor
-    paged_kv_indptr: torch.Tensor
-    reduce_partial_map: torch.Tensor
+    with_schedule: dict[str, Any]
+    without: dict[str, Any]
 
 
 class PlannedBuilder(ROCMAiterMLASparseMetadataBuilder):
@@ -56,7 +54,7 @@ class PlannedBuilder(ROCMAiterMLASparseMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if not _HAS_COMMON_BASE:
             self.layer_names = layer_names
-        self._views: dict[tuple[int, int], _Views] = {}
+        self._fields: dict[tuple[int, int], _Fields] = {}
         self._serving = serving = serve(self)
         if serving is None:
             self.metadata_cls = ROCMAiterMLASparseMetadata
@@ -81,13 +79,9 @@ class PlannedBuilder(ROCMAiterMLASparseMetadataBuilder):
         serving = self._serving
         if serving is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build=fast_build)
-        if _HAS_COMMON_BASE:
-            # The stock builder's own base, past the stock builder.
-            metadata = super(ROCMAiterMLASparseMetadataBuilder, self).build(
-                common_prefix_len, common_attn_metadata, fast_build=fast_build
-            )
-        else:
-            metadata = plain.metadata(self, common_attn_metadata, self._unfilled())
+        if serving.reporter is not None:
+            serving.reporter.tick()
+        metadata = _build_unplanned(self, common_prefix_len, common_attn_metadata, fast_build=fast_build)
         self._fill(serving, metadata, common_attn_metadata)
         return metadata
 
@@ -110,9 +104,6 @@ class PlannedBuilder(ROCMAiterMLASparseMetadataBuilder):
         if self._serving is None:
             ids: torch.Tensor = super()._build_req_id_per_token(common_attn_metadata)
             return ids
-        return self._unfilled()
-
-    def _unfilled(self) -> torch.Tensor:
         buffer: torch.Tensor = self.req_id_per_token_buffer
         return buffer
 
@@ -120,40 +111,27 @@ class PlannedBuilder(ROCMAiterMLASparseMetadataBuilder):
         """Sets every field that the stock builder sets after its base class."""
         dense = metadata.prefill is not None and metadata.prefill.use_dense_mha
         num_reqs = metadata.num_decodes if dense else metadata.num_reqs
-        boundaries = _host_array(common.query_start_loc_cpu)[: num_reqs + 1]
+        boundaries = common.query_start_loc_cpu.numpy()
         rows = int(boundaries[num_reqs])
         visible = rows if dense else metadata.num_actual_tokens
-        metadata.attn_out_dtype = self.model_dtype
-
         plan = None
         if rows > 0:
-            batch = Batch(
-                boundaries,
-                padded_rows=visible,
-                boundaries_exact=False,
-                device_query_start_loc=_leading(common.query_start_loc, num_reqs + 1),
-                device_seq_lens=_leading(common.seq_lens, num_reqs),
-            )
-            plan = self._plan(serving, batch)
+            plan = self._plan(serving, common, boundaries[: num_reqs + 1], rows, visible)
             metadata.plan = plan
             metadata.made_by_consumer = serving.deferred
-        views = self._views_of(plan, rows if _HAS_COMMON_BASE else visible)
-        metadata.req_id_per_token = views.req_id_per_token
-        metadata.qo_indptr = views.qo_indptr
-        metadata.paged_kv_last_page_len = views.paged_kv_last_page_len
-        metadata.paged_kv_indices = views.paged_kv_indices
-        metadata.paged_kv_indptr = views.paged_kv_indptr
-        if plan is not None and not self._runs_without_schedule(metadata):
-            arrays, constants = plan.arrays, plan.constants
-            metadata.work_meta_data = constants.work_metadata_ptrs
-            metadata.work_indptr = arrays.work_indptr
-            metadata.work_info_set = arrays.work_info
-            metadata.reduce_indptr = arrays.reduce_indptr
-            metadata.reduce_final_map = constants.reduce_final_map
-            metadata.reduce_partial_map = views.reduce_partial_map
+        fields = self._fields_of(plan, rows if _HAS_COMMON_BASE else visible)
+        scheduled = plan is not None and not (metadata.num_prefills and self._runs_without_schedule(metadata))
+        metadata.__dict__.update(fields.with_schedule if scheduled else fields.without)
 
-    def _plan(self, serving: Serving, batch: Batch) -> Plan:
-        planner = serving.planner
+    def _plan(self, serving: Serving, common: Any, boundaries: Any, rows: int, visible: int) -> Plan:
+        planner, num_reqs = serving.planner, len(boundaries) - 1
+        device_boundaries, device_lengths = common.query_start_loc, common.seq_lens
+        if device_lengths.numel() != num_reqs or device_boundaries.numel() != num_reqs + 1:
+            device_boundaries, device_lengths = device_boundaries[: num_reqs + 1], device_lengths[:num_reqs]
+        if serving.deferred and planner.observer is None:
+            return planner.defer(num_reqs, rows, visible, device_boundaries, device_lengths)
+        boundaries = np.ascontiguousarray(boundaries, np.int32)
+        batch = Batch(boundaries, None, visible, False, device_boundaries, device_lengths)  # noqa: FBT003
         if serving.mode is Mode.CLASSIC:
             return classic.plan(self, serving, batch)
         plan = planner.plan(batch, deferred=True)
@@ -164,41 +142,46 @@ class PlannedBuilder(ROCMAiterMLASparseMetadataBuilder):
         return plan
 
     def _runs_without_schedule(self, metadata: Any) -> bool:
-        return (
-            metadata.num_prefills > 0
-            and _is_long_bf16_prefill is not None
-            and bool(_is_long_bf16_prefill(self._mla_kv_dtype, metadata))
-        )
+        return _is_long_bf16_prefill is not None and bool(_is_long_bf16_prefill(self._mla_kv_dtype, metadata))
 
-    def _views_of(self, plan: Plan | None, rows: int) -> _Views:
-        """Slices for `rows` rows. A torch slice costs microseconds, and the same few come back all the time."""
+    def _fields_of(self, plan: Plan | None, rows: int) -> _Fields:
+        """Planned fields for `rows` rows. A torch slice costs microseconds, and the same few come back all the time."""
         key = (-1 if plan is None else plan.decision.row_class, rows)
-        views = self._views.get(key)
-        if views is None:
-            if len(self._views) >= _MOST_VIEWS:
-                self._views.clear()
-            views = self._views[key] = self._make_views(plan, rows)
-        return views
+        fields = self._fields.get(key)
+        if fields is None:
+            if len(self._fields) >= _MOST_FIELDS:
+                self._fields.clear()
+            fields = self._fields[key] = self._make_fields(plan, rows)
+        return fields
 
-    def _make_views(self, plan: Plan | None, rows: int) -> _Views:
+    def _make_fields(self, plan: Plan | None, rows: int) -> _Fields:
         if plan is None:
-            ids, indptr, partials = self.req_id_per_token_buffer, self.paged_kv_indptr, self.qo_indptr
-            queries, last_page_len = self.qo_indptr, self.paged_kv_last_page_len
+            ids, indptr, last_page_len = self.req_id_per_token_buffer, self.paged_kv_indptr, self.paged_kv_last_page_len
+            queries, schedule = self.qo_indptr, {}
         else:
-            ids, indptr = plan.arrays.request_ids, plan.arrays.kv_indptr
+            arrays, constants = plan.arrays, plan.constants
+            ids, indptr = arrays.request_ids, arrays.kv_indptr
             # The planner's, because it writes them again after memory was lost.
-            queries, last_page_len = plan.constants.qo_indptr, plan.constants.kv_last_page_lens
-            partials = plan.constants.reduce_partial_map
-        return _Views(
-            req_id_per_token=ids[:rows],
-            qo_indptr=queries[: rows + 1],
-            paged_kv_last_page_len=last_page_len[:rows],
-            paged_kv_indices=self.paged_kv_indices[: rows * self.topk_tokens],
-            paged_kv_indptr=indptr[: rows + 1],
-            # aiter allocates its partial outputs by this array's length in every call, and there are never more
-            # partials than this.
-            reduce_partial_map=partials[: self._mla_reduce_partial_map.shape[0]],
-        )
+            queries, last_page_len = constants.qo_indptr, constants.kv_last_page_lens
+            schedule = {
+                "work_meta_data": constants.work_metadata_ptrs,
+                "work_indptr": arrays.work_indptr,
+                "work_info_set": arrays.work_info,
+                "reduce_indptr": arrays.reduce_indptr,
+                "reduce_final_map": constants.reduce_final_map,
+                # aiter allocates its partial outputs by this array's length in every call, and there are never more
+                # partials than this.
+                "reduce_partial_map": constants.reduce_partial_map[: self._mla_reduce_partial_map.shape[0]],
+            }
+        without = {
+            "attn_out_dtype": self.model_dtype,
+            "req_id_per_token": ids[:rows],
+            "qo_indptr": queries[: rows + 1],
+            "paged_kv_last_page_len": last_page_len[:rows],
+            "paged_kv_indices": self.paged_kv_indices[: rows * self.topk_tokens],
+            "paged_kv_indptr": indptr[: rows + 1],
+        }
+        return _Fields(without | schedule, without)
 
     def _varlen_bound(self, vllm_config: Any, kv_cache_spec: Any) -> int | None:
         """Longest query of the variable-length decode batches that a captured graph may replay.
@@ -209,12 +192,3 @@ class PlannedBuilder(ROCMAiterMLASparseMetadataBuilder):
         del vllm_config, kv_cache_spec
         bound: int | None = self.reorder_batch_threshold
         return bound
-
-
-def _host_array(tensor: torch.Tensor) -> Any:
-    array = tensor.numpy()
-    return array if array.dtype == np.int32 else array.astype(np.int32)
-
-
-def _leading(tensor: torch.Tensor, entries: int) -> torch.Tensor:
-    return tensor if tensor.shape[0] == entries else tensor[:entries]

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from mlaplan.vllm.metadata import PlannedMetadata
 
 
-def metadata(builder: Any, common: Any, unfilled: torch.Tensor) -> Any:
+def build(builder: Any, _common_prefix_len: int, common: Any, *, fast_build: bool) -> Any:
     """Returns metadata with every field that does not depend on the plan.
 
     Args:
         builder: The builder.
         common: vLLM's `CommonAttentionMetadata`.
-        unfilled: What the planned fields hold until they are set.
+        fast_build: Not used, as in the stock builder.
     """
+    del fast_build
+    unfilled = builder.req_id_per_token_buffer  # until the planned fields are set
     decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(
         common, decode_threshold=builder.reorder_batch_threshold or 1
     )

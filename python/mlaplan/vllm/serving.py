@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 from mlaplan.backends.aiter_release import AiterRelease, read_release
 from mlaplan.config import PlannerConfig
 from mlaplan.device import make_device
+from mlaplan.metrics import Reporter
 from mlaplan.planner import Planner
 from mlaplan.vllm import live
 from mlaplan.vllm.impl import PlannedImpl
 from mlaplan.vllm.settings import LOG, Mode, Settings
+from mlaplan.vllm.watching import watch
 
 
 class NotServedError(Exception):
@@ -25,12 +27,14 @@ class Serving(NamedTuple):
         release: The installed aiter.
         mode: Where and when plans are made.
         deferred: Whether plans are left to the first layer that uses them.
+        reporter: Who says in the log what was done, told of every step; None for nobody.
     """
 
     planner: Planner
     release: AiterRelease
     mode: Mode
     deferred: bool
+    reporter: Reporter | None = None
 
 
 def serve(builder: Any) -> Serving | None:
@@ -52,6 +56,7 @@ def serve(builder: Any) -> Serving | None:
         LOG.warning("mlaplan is not active, vLLM's own builder is used: %s: %s", type(error).__name__, error)
         return None
     live.add(serving.planner)
+    serving = serving._replace(reporter=watch(serving.planner, settings.watch))
     config = serving.planner.config
     _say(
         "mlaplan is active: %s, %s with %s compute units, %s heads (fold %s), plans made %s",
