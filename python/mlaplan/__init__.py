@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mlaplan._core import (
-    CostTable,
     Decision,
     PlanError,
     Schedule,
@@ -20,9 +19,11 @@ from mlaplan._core import (
 )
 from mlaplan.batch import Batch, Exact, UpperBound
 from mlaplan.config import PlannerConfig
+from mlaplan.costs import CostTable
 from mlaplan.layout import PlanArrays, PlanParams
 from mlaplan.plan import Constants, Plan, Quality
-from mlaplan.planner import Planner, Stats
+from mlaplan.planner import Planner
+from mlaplan.stats import Stats
 
 __all__ = [
     "Batch",

@@ -8,13 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlaplan import _core
-from mlaplan.layout import PlanParams, row_classes
+from mlaplan.costs import CostTable
+from mlaplan.layout import PlanParams, row_classes, work_capacity
 
 _FULL_CHIP_CUS = {"gfx942": 304, "gfx950": 256}
-_POLICIES = ("aiter",)
+_POLICIES = ("aiter", "balanced", "invariant")
 _BACKENDS = ("auto", "reference", "portable", "aiter", "none")
 _SCHEDULE_MAKERS = ("core", "device", "aiter")
 _INT32_MAX = 2**31 - 1
+_MOST_SLOT_COST = 1 << 30  # the device adds up what a slot costs in 32 bits
+_MOST_SHARED_COST = 1 << 62  # the cost of all works times the slots is a number of 64 bits
 # Far above any use, and low enough that a slip does not ask for gigabytes.
 _MOST = {
     "max_rows": 1 << 24,
@@ -22,6 +25,7 @@ _MOST = {
     "topk": _INT32_MAX,
     "heads": 1024,
     "min_tokens_per_split": _INT32_MAX,
+    "piece_tokens": _INT32_MAX,
     "staging_slots": 1024,
     "head_dim": 1 << 16,
     "v_head_dim": 1 << 16,
@@ -41,16 +45,24 @@ class PlannerConfig:
         heads: Query heads of this rank.
         arch: "gfx942" or "gfx950", whose head rules then decide the fold; None where aiter is not involved.
         num_cus: Compute units. None for the device's own count or, on the host, a full chip of `arch`. One arch
-            comes with several counts, so ask the device where there is one.
+            comes with several counts, so ask the device where there is one. For the portable kernel None stands for as
+            many slots as fill the GPU once, a program for each slot and block of heads.
         q_dtype: "bf16", "fp16" or "fp8".
         kv_dtype: "bf16", "fp16" or "fp8".
         page_size: Tokens of a page as the decode kernel sees it. Only 1.
         capture_sizes: Row counts that graphs are captured for.
         split_budget: aiter's `max_split_per_batch`, a budget of slots for the whole batch: at least 1, or -1 for no
-            limit. None chooses it by the longest row, see `mlaplan.max_split_per_batch`.
-        min_tokens_per_split: Tokens per split that the choice aims for.
+            limit. None chooses it by the longest row: for the policy "aiter" see `mlaplan.max_split_per_batch`, for
+            "balanced" the number of pieces that finishes that row first by the cost table. "invariant" takes none.
+        min_tokens_per_split: Tokens per split that the choice of the policy "aiter" aims for.
         fold: Planner rows per token row. None takes it from `arch`'s head rules, or 1.
-        policy: "aiter", the schedule of aiter's own planner.
+        policy: "aiter", the schedule of aiter's own planner; "balanced", whose longest slot is shorter; or "invariant",
+            where a row's pieces, and so the bits of its output, do not depend on the other rows.
+        cost_table: What works cost on the kernel at hand, for "balanced" and "invariant". None where the portable
+            kernel decodes for the table that `mlaplan tune` stored for this device, else that of an H200; where
+            another does for the one counted for aiter's kernel of these heads and dtypes, else `mlaplan.costs.DEFAULT`.
+        piece_tokens: Tokens of a piece under "invariant". Partial outputs are kept for every piece of `max_rows` full
+            rows, so memory grows as this shrinks.
         staging_slots: Host-made plans whose copies may be under way at once.
         aiter_version: aiter release whose head rules hold, "0.1.18" for instance. None for the newest known.
         backend: "reference", "portable", "aiter", "none" for an engine that decodes by itself, or "auto" for the
@@ -77,6 +89,8 @@ class PlannerConfig:
     min_tokens_per_split: int = 128
     fold: int | None = None
     policy: str = "aiter"
+    cost_table: CostTable | None = None
+    piece_tokens: int = 256
     staging_slots: int = 16
     aiter_version: str | None = None
     backend: str = "auto"
@@ -94,6 +108,7 @@ class PlannerConfig:
         """
         self._check_numbers()
         self._check_names()
+        self._check_policy()
         if self.arch is not None:
             self.support()
         elif self.num_cus is None and self.backend == "aiter":
@@ -136,6 +151,46 @@ class PlannerConfig:
             _one_of(name, getattr(self, name), ("bf16", "fp16", "fp8"))
         if not isinstance(self.always_rebuild, bool):
             raise TypeError(f"always_rebuild must be True or False, not {type(self.always_rebuild).__name__}")
+
+    def _check_policy(self) -> None:
+        policy, table = self.policy, self.cost_table
+        if table is not None and not isinstance(table, CostTable):
+            raise TypeError(f"cost_table must be a mlaplan.CostTable or None, not {type(table).__name__}")
+        if policy != "aiter" and self.schedule_maker == "aiter":
+            raise ValueError(
+                f"schedule_maker is 'aiter', but policy is {policy!r}: aiter's planner makes its own alone"
+            )
+        if policy == "invariant" and self.split_budget is not None:
+            raise ValueError(
+                f"split_budget is {self.split_budget}, but policy 'invariant' cuts every row by piece_tokens alone"
+            )
+        if policy == "balanced" and self.num_cus is not None and table is not None:
+            longest = table.longest_slot_bound(
+                rows=self.max_rows, topk=self.topk, num_cus=self.num_cus, fold=self.fold or 1
+            )
+            if longest >= _MOST_SLOT_COST:
+                raise _core.PlanError(
+                    f"cost_table lets a slot cost {longest}, must stay below {_MOST_SLOT_COST}, for the device adds "
+                    "costs up in 32 bits: give the table a larger unit"
+                )
+        if policy == "invariant":
+            self._check_pieces()
+
+    def _check_pieces(self) -> None:
+        tiles, pieces = self.max_rows * (self.fold or 1), -(-self.topk // self.piece_tokens)
+        works = work_capacity(tiles, self.num_cus or 1, pieces)
+        if 8 * works > _INT32_MAX:
+            raise _core.PlanError(
+                f"piece_tokens is {self.piece_tokens}, which cuts {tiles} planner rows into {works} works, must be at "
+                f"most {_INT32_MAX // 8}: give it a larger number"
+            )
+        if self.cost_table is not None and self.num_cus is not None:
+            piece = self.cost_table.most_expensive(min(self.piece_tokens, self.topk))
+            if works * piece * self.num_cus > _MOST_SHARED_COST:
+                raise _core.PlanError(
+                    f"cost_table lets {works} works cost {works * piece}, must stay below "
+                    f"{_MOST_SHARED_COST // self.num_cus}: give the table a larger unit"
+                )
 
     def support(self, rows: int | None = None) -> _core.Support:
         """What aiter supports for these heads and dtypes.
@@ -181,6 +236,9 @@ class PlannerConfig:
             fold=self.fold,
             split_budget=self.split_budget,
             min_tokens_per_split=self.min_tokens_per_split,
+            policy=self.policy,
+            cost_table=self.cost_table,
+            piece_tokens=self.piece_tokens,
         )
 
     @property

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from mlaplan.costs import CostTable
+
 _ALIGN_WORDS = 64  # 256 bytes, the granularity of GPU allocations and of vector loads
 
 
@@ -24,7 +26,11 @@ class PlanParams:
             work-per-split rule on the longest row.
         min_tokens_per_split: Tokens per split that the rule aims for.
         variant: "parallel" or "serial"; the two differ only where `empty_rows` is "aiter" and a row is empty.
-        empty_rows: "skip" gives rows of length 0 no work and no weight; "aiter" treats them as aiter's planner does.
+        empty_rows: "skip" gives rows of length 0 no work and no weight; "aiter" treats them as aiter's planner does,
+            and goes with the policy "aiter" alone.
+        policy: "aiter", "balanced" or "invariant", see `docs/design.md` section 6.
+        cost_table: What works cost; "balanced" and "invariant" need it.
+        piece_tokens: Tokens of a piece under "invariant", at least 1.
     """
 
     topk: int
@@ -34,6 +40,14 @@ class PlanParams:
     min_tokens_per_split: int = 128
     variant: str = "parallel"
     empty_rows: str = "skip"
+    policy: str = "aiter"
+    cost_table: CostTable | None = None
+    piece_tokens: int = 256
+
+    @property
+    def pieces(self) -> int | None:
+        """Most pieces of a tile where the policy gives every row its own; None where cuts are shared by the batch."""
+        return -(-self.topk // self.piece_tokens) if self.policy == "invariant" else None
 
 
 class PlanArrays(NamedTuple):
@@ -44,7 +58,7 @@ class PlanArrays(NamedTuple):
         kv_indptr: Shape (P + 1,). Running sum of row lengths, in tokens; the total behind the live rows.
         work_indptr: Shape (C + 1,). First work of each slot.
         reduce_indptr: Shape (P * f + 1,). First partial of each tile; the total behind the live tiles.
-        work_info: Shape (P * f + C - 1, 8). The works; rows behind the last work are not written.
+        work_info: Shape (`work_capacity`, 8). The works; rows behind the last work are not written.
     """
 
     request_ids: Any
@@ -71,15 +85,15 @@ class Layout:
     words: int
 
     @classmethod
-    def of(cls, rows: int, *, num_cus: int, fold: int) -> Layout:
-        """Returns the layout of the class of `rows` rows."""
+    def of(cls, rows: int, *, num_cus: int, fold: int, pieces: int | None = None) -> Layout:
+        """Returns the layout of the class of `rows` rows; `pieces` as in `work_capacity`."""
         tiles = rows * fold
         shapes: tuple[tuple[int, ...], ...] = (
             (rows,),
             (rows + 1,),
             (num_cus + 1,),
             (tiles + 1,),
-            (tiles + num_cus - 1, 8),
+            (work_capacity(tiles, num_cus, pieces), 8),
         )
         offsets = []
         end = 0
@@ -96,6 +110,17 @@ class Layout:
     def words_used(self, num_works: int) -> int:
         """Words that a copy of a plan with `num_works` works has to carry."""
         return self.offsets[4] + 8 * num_works
+
+
+def work_capacity(tiles: int, num_cus: int, pieces: int | None = None) -> int:
+    """Works that a schedule may have.
+
+    Args:
+        tiles: Planner rows, the fold included.
+        num_cus: Compute units. Each slot after the first adds at most one cut.
+        pieces: Most pieces of a tile where each row is cut by itself, see `PlanParams.pieces`.
+    """
+    return tiles * pieces if pieces is not None else tiles + num_cus - 1
 
 
 def row_classes(max_rows: int, capture_sizes: tuple[int, ...] = ()) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ def definition(query_lens: list[int], seq_lens: list[int], topk: int) -> tuple[l
 
 def from_nothing(query_start_loc: Int32Array, seq_lens: Int32Array, rows: int, params: PlanParams) -> PlanArrays:
     """The plan of the `plan` op in arrays of their own."""
-    layout = Layout.of(rows, num_cus=params.num_cus, fold=params.fold)
+    layout = Layout.of(rows, num_cus=params.num_cus, fold=params.fold, pieces=params.pieces)
     arrays = PlanArrays(*(np.full(shape, -77, np.int32) for shape in layout.shapes))
     plan_from_nothing(query_start_loc, seq_lens, arrays, params)
     return arrays

@@ -221,7 +221,7 @@ VALUES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("cost table None", lambda: mlaplan.CostTable.named(None), TypeError, "name"),  # type: ignore[arg-type]
     ("no block", lambda: costs(block_tokens=0), ValueError, "block_tokens is 0, must be at least 1"),
     ("negative cost", lambda: costs(piece=-1), ValueError, "piece is -1, must be at least 0"),
-    ("large cost", lambda: costs(slot=2**32), ValueError, "slot is 4294967296, must be at most 4294967295"),
+    ("large cost", lambda: costs(slot=2**32), ValueError, "slot is 4294967296, must be at most 16777216"),
     ("cut works", lambda: finish(work_info=np.zeros(9, np.int32)), ValueError, "work_info has 9 entries.* of 8"),
     ("works beyond", lambda: finish(work_indptr=ints(0, 2)), ValueError, r"work_indptr\[1\] is 2, must be at most 1"),
     ("slots fall", lambda: finish(work_indptr=ints(0, 1, 0)), ValueError, r"work_indptr\[2\] is 0.* 1"),

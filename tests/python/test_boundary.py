@@ -253,7 +253,7 @@ def test_compiled_objects_are_immutable_and_not_sent(name: str) -> None:
         "Decision": made.plan(batch([1], [5])).decision,
         "Schedule": mlaplan.schedule(ints(0, 5), num_cus=2),
         "StepPlanner": made._step,
-        "CostTable": mlaplan.CostTable.named("aiter"),
+        "CostTable": _core.CostTable.named("aiter"),
     }[name]
     with pytest.raises(AttributeError):
         value.rows = 3

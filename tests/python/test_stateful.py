@@ -21,11 +21,15 @@ from mlaplan.layout import Layout, PlanArrays
 from mlaplan.reference.plan import plan as plan_from_nothing
 
 STEPS = int(os.environ.get("MLAPLAN_STATEFUL_STEPS", "100000"))
+COSTS = mlaplan.CostTable(block_tokens=4, block=3, piece=5, whole=7, slot=1, merge=1)
 CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {"capture_sizes": (3, 6, 12)},
     "folded": {"fold": 2, "split_budget": 4},
     "no budget": {"num_cus": 20, "split_budget": -1},
     "one slot": {"num_cus": 1, "staging_slots": 1},
+    "balanced": {"policy": "balanced", "cost_table": COSTS, "capture_sizes": (3, 6, 12)},
+    "balanced, folded, no budget": {"policy": "balanced", "cost_table": COSTS, "fold": 2, "split_budget": -1},
+    "invariant": {"policy": "invariant", "cost_table": COSTS, "fold": 2, "piece_tokens": 5},
 }
 
 
@@ -68,7 +72,7 @@ class World:
 
 
 def from_nothing(qsl: np.ndarray, seq_lens: np.ndarray, rows: int, params: mlaplan.PlanParams) -> PlanArrays:
-    layout = Layout.of(rows, num_cus=params.num_cus, fold=params.fold)
+    layout = Layout.of(rows, num_cus=params.num_cus, fold=params.fold, pieces=params.pieces)
     arrays = PlanArrays(*(np.full(shape, -77, np.int32) for shape in layout.shapes))
     plan_from_nothing(qsl, seq_lens, arrays, params)
     return arrays

@@ -154,7 +154,9 @@ class AiterShape:
         tiles = rows * self.fold
         # Releases before v0.1.9, which have no return_logits, view the partials as rows of all heads afterwards.
         multiple = 1 if "return_logits" in self.release.decode_parameters else self.support.fold
-        return partial_capacity(tiles, min(self.num_cus, self.budget() * tiles), multiple=multiple)
+        # Under "balanced" the cost table chooses the budget, so it may be any.
+        slots = self.num_cus if self.config.policy != "aiter" else min(self.num_cus, self.budget() * tiles)
+        return partial_capacity(tiles, slots, multiple=multiple, pieces=self.config.params.pieces)
 
     def splits(self, rows: int) -> int:
         """Splits per row of a call without metadata."""
@@ -262,10 +264,34 @@ def check_shape(shape: AiterShape, *, persistent: bool, aiter_plans: bool) -> No
             f"{shape.name}: aiter plans for its native 64-head kernel, which faults at a page size of 1 "
             "(ROCm/aiter#4363); use schedule_maker 'core' or 'device'"
         )
+    if persistent:
+        _check_pieces(shape)
     reach = _ADDRESS_LIMIT // (2 * V_HEAD_DIM * shape.padded_heads)
     if config.arch == "gfx942" and config.max_rows >= reach:
         raise UnsupportedError(
             f"{shape.name}: max_rows is {config.max_rows}, but 32-bit offsets reach {reach - 1} rows of output"
+        )
+
+
+def _check_pieces(shape: AiterShape) -> None:
+    """Refuses pieces that aiter's merge or its addresses do not hold, which only the policy "invariant" can make."""
+    config, pieces = shape.config, shape.config.params.pieces
+    if pieces is None:
+        return
+    if pieces > shape.num_cus:
+        raise UnsupportedError(
+            f"{shape.name}: piece_tokens is {config.piece_tokens}, so a row has up to {pieces} pieces, but aiter's "
+            f"merge holds {shape.num_cus} of a row"
+        )
+    # Stage 1 addresses float32 partial outputs by 32-bit offsets on gfx942.
+    partials, reach = (
+        shape.partials(config.max_rows),
+        _ADDRESS_LIMIT // (4 * V_HEAD_DIM * shape.padded_heads // shape.fold),
+    )
+    if config.arch == "gfx942" and partials >= reach:
+        raise UnsupportedError(
+            f"{shape.name}: policy 'invariant' with max_rows {config.max_rows} and piece_tokens {config.piece_tokens} "
+            f"needs {partials} partial outputs, but 32-bit offsets reach {reach - 1}"
         )
 
 

@@ -17,18 +17,22 @@ class BackendUnavailableError(RuntimeError):
     """What the backend runs on is not installed, or is a release that it does not know."""
 
 
-def partial_capacity(tiles: int, num_slots: int, *, multiple: int = 1) -> int:
+def partial_capacity(tiles: int, num_slots: int, *, multiple: int = 1, pieces: int | None = None) -> int:
     """Partial locations that a schedule may use.
 
-    Each of the at most `num_slots - 1` cuts adds a piece, and a cut tile has two pieces or more, which bounds their
-    number. Never 0, because an empty buffer has no address.
+    Where cuts are shared by the batch, each of the at most `num_slots - 1` cuts adds a piece, and a cut tile has two
+    pieces or more, which bounds their number. Never 0, because an empty buffer has no address.
 
     Args:
         tiles: Planner rows, the fold included.
         num_slots: Slots that the schedule may fill.
         multiple: What the result must be a multiple of.
+        pieces: Most pieces of a tile where every row is cut by itself, see `PlanParams.pieces`; None elsewhere.
     """
-    bound = min(tiles + num_slots - 1, 2 * (num_slots - 1))
+    if pieces is not None:
+        bound = tiles * pieces if pieces > 1 else 0
+    else:
+        bound = min(tiles + num_slots - 1, 2 * (num_slots - 1))
     return max(1, -(-bound // multiple)) * multiple
 
 

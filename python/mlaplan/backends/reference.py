@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from mlaplan.backends.base import UnsupportedError, partial_capacity
@@ -15,6 +17,7 @@ class ReferenceBackend:
 
     name = "reference"
     makes_schedule = False
+    _merge_options: Mapping[str, bool] = MappingProxyType({})
 
     def prepare(self, config: PlannerConfig, device: Device) -> PlannerConfig:
         """See `Backend.prepare`."""
@@ -25,7 +28,7 @@ class ReferenceBackend:
         self._fold = params.fold
         if config.heads % params.fold != 0:
             raise UnsupportedError(f"heads is {config.heads}, must be a multiple of the fold, {params.fold}")
-        partials = partial_capacity(config.max_rows * params.fold, params.num_cus)
+        partials = partial_capacity(config.max_rows * params.fold, params.num_cus, pieces=params.pieces)
         group = config.heads // params.fold
         self._partial_out = device.empty((partials, group, config.v_head_dim), "float32")
         self._partial_lse = device.empty((partials, group), "float32")
@@ -82,6 +85,7 @@ class ReferenceBackend:
             reduce_partial_map=plan.constants.reduce_partial_map,
             reduce_final_map=plan.constants.reduce_final_map,
             **shared,
+            **self._merge_options,
         )
         return out, lse
 

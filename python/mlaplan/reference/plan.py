@@ -1,8 +1,8 @@
 """The `plan` op: a batch's boundaries and lengths in, rows and schedule out.
 
-`docs/design.md` section 1 defines the result, section 2 the arrays. The schedule is aiter's v1.2 work split
-for one query per row: rows are counted in blocks of 16 tokens, each row weighs 16 blocks more, and slots are
-filled in order.
+`docs/design.md` section 1 defines the result, section 2 the arrays. The schedule of the policy "aiter" is aiter's v1.2
+work split for one query per row: rows are counted in blocks of 16 tokens, each row weighs 16 blocks more, and slots
+are filled in order. `policies.py` has the other policies.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mlaplan.layout import PlanArrays, PlanParams
+from mlaplan.layout import PlanArrays, PlanParams, work_capacity
+from mlaplan.reference import policies
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -31,8 +32,10 @@ class ReferenceSchedule(NamedTuple):
         reduce_indptr: Shape (T * f + 1,). First partial of each tile; a row that was not cut has none.
         reduce_final_map: Shape (T * f, 2). Query start and end of each tile.
         reduce_partial_map: Shape (reduce_indptr[-1],). Partial location of each entry.
-        num_slots: Slots that the walk may use.
-        blocks_per_slot: Blocks, overhead included, that a slot is given; 0 when there are no rows.
+        num_slots: Slots that the policy may use.
+        blocks_per_slot: Blocks, overhead included, that aiter's walk gives a slot; 0 when there are no rows, and
+            under other policies.
+        limit: Cost that "balanced" fills a slot up to; 0 under other policies.
     """
 
     work_indptr: Int32Array
@@ -42,6 +45,7 @@ class ReferenceSchedule(NamedTuple):
     reduce_partial_map: Int32Array
     num_slots: int
     blocks_per_slot: int
+    limit: int = 0
 
 
 class _Cuts(NamedTuple):
@@ -77,7 +81,7 @@ def plan(query_start_loc: Int32Array, seq_lens: Int32Array, arrays: PlanArrays, 
         params: What the plan depends on beside the batch. The caller keeps `P * topk < 2**31`.
 
     Raises:
-        ValueError: The shapes do not belong together, or `params` names an unknown variant or handling of
+        ValueError: The shapes do not belong together, or `params` names an unknown policy, variant or handling of
             empty rows. Nothing was written.
     """
     num_rows = arrays.request_ids.shape[0]
@@ -120,15 +124,23 @@ def rows(query_start_loc: Int32Array, seq_lens: Int32Array, topk: int, num_rows:
 
 
 def split_budget(longest_row: int, params: PlanParams) -> int:
-    """Gives aiter's `max_split_per_batch` where the longest row has `longest_row` tokens; -1: no limit."""
+    """Gives the split budget where the longest row has `longest_row` tokens; -1: no limit.
+
+    The policy "balanced" weighs the pieces of the longest row against their merge, by the cost table; "invariant"
+    has none; "aiter" takes the work-per-split rule, and the budget is aiter's `max_split_per_batch`.
+    """
+    if params.policy == "invariant":
+        return -1
     if params.split_budget is not None:
         return params.split_budget
+    if params.policy == "balanced":
+        return policies.best_split(longest_row, params)
     splits = max(1, longest_row // params.min_tokens_per_split)
     return min(1 << (splits - 1).bit_length(), params.num_cus)
 
 
 def schedule(row_lengths: npt.NDArray[np.signedinteger[Any]], params: PlanParams) -> ReferenceSchedule:
-    """Cuts rows into works for the compute units, as aiter's planner does.
+    """Cuts rows into works for the compute units, as the policy has it.
 
     With `empty_rows="skip"` the result is the schedule of the batch without its empty rows, row numbers
     mapped back. With `"aiter"` empty rows count, and the two variants of aiter's planner treat them
@@ -144,7 +156,7 @@ def schedule(row_lengths: npt.NDArray[np.signedinteger[Any]], params: PlanParams
         The schedule of `T * fold` tiles; tile `t * fold + k` is part k of row t.
 
     Raises:
-        ValueError: An unknown variant or handling of empty rows.
+        ValueError: An unknown policy, variant or handling of empty rows, or no cost table where one is needed.
     """
     _check_names(params)
     lengths = np.asarray(row_lengths).astype(np.int64)
@@ -160,11 +172,15 @@ def schedule(row_lengths: npt.NDArray[np.signedinteger[Any]], params: PlanParams
         tiles = np.arange(num_tiles)
 
     num_slots = params.num_cus if budget < 0 else min(params.num_cus, budget * tiles.size)
-    blocks = -(-tile_lengths // BLOCK_TOKENS)
-    weight = int(blocks.sum()) + ROW_OVERHEAD_BLOCKS * tiles.size
-    blocks_per_slot = -(-weight // num_slots) if tiles.size else 0
-    cuts = _walk(blocks.tolist(), blocks_per_slot, params.variant)
-    slots, pieces, work_info = _works(cuts, tiles, tile_starts, tile_lengths, blocks_per_slot)
+    blocks_per_slot = limit = 0
+    if params.policy == "invariant":
+        works = policies.invariant(tile_lengths.tolist(), params)
+    else:
+        works, blocks_per_slot = _aiter_works(tile_lengths, num_slots, params.variant)
+        if params.policy == "balanced":
+            works, limit = policies.balanced(tile_lengths.tolist(), num_slots, works, params)
+            blocks_per_slot = 0
+    slots, pieces, work_info = _work_info(works, tiles, tile_starts, tile_lengths)
 
     partials = np.zeros(num_tiles + 1, np.int64)
     partials[1 + tiles] = np.where(pieces >= 2, pieces, 0)
@@ -178,6 +194,7 @@ def schedule(row_lengths: npt.NDArray[np.signedinteger[Any]], params: PlanParams
         reduce_partial_map=np.arange(reduce_indptr[-1], dtype=np.int32),
         num_slots=num_slots,
         blocks_per_slot=blocks_per_slot,
+        limit=limit,
     )
 
 
@@ -230,32 +247,42 @@ def _walk(blocks: list[int], blocks_per_slot: int, variant: str) -> _Cuts:
     return cuts
 
 
-def _works(
-    cuts: _Cuts, tiles: Int64Array, starts: Int64Array, lengths: Int64Array, blocks_per_slot: int
-) -> tuple[Int64Array, Int64Array, Int32Array]:
-    """Returns the slot of each work, the number of works of each tile, and `work_info`."""
+def _aiter_works(lengths: Int64Array, num_slots: int, variant: str) -> tuple[policies.Works, int]:
+    """Returns the works of aiter's walk over tiles of `lengths` tokens, and the blocks of a slot."""
+    blocks = -(-lengths // BLOCK_TOKENS)
+    weight = int(blocks.sum()) + ROW_OVERHEAD_BLOCKS * lengths.size
+    blocks_per_slot = -(-weight // num_slots) if lengths.size else 0
+    cuts = _walk(blocks.tolist(), blocks_per_slot, variant)
     open_slot, head = np.array(cuts.slot, np.int64), np.array(cuts.head, np.int64)
     uses_open, fresh = np.array(cuts.uses_open, np.int64), np.array(cuts.fresh, np.int64)
     pieces = uses_open + fresh
     first = np.cumsum(pieces) - pieces
-    owner = np.repeat(np.arange(tiles.size), pieces)
+    owner = np.repeat(np.arange(lengths.size), pieces)
     # Slots behind the open one: 0 is the head piece, 1 and up are the fresh slots.
     step = np.arange(owner.size) - first[owner] + (1 - uses_open)[owner]
-    begin = np.where(step == 0, 0, head[owner] + (step - 1) * blocks_per_slot)
-    end = head[owner] + step * blocks_per_slot
+    begin = np.where(step == 0, 0, head[owner] + (step - 1) * blocks_per_slot) * BLOCK_TOKENS
+    end = np.minimum((head[owner] + step * blocks_per_slot) * BLOCK_TOKENS, lengths[owner])
+    slot = open_slot[owner] + step
+    works = [policies.Work(*work) for work in zip(*(a.tolist() for a in (owner, slot, begin, end)), strict=True)]
+    return works, blocks_per_slot
 
+
+def _work_info(
+    works: policies.Works, tiles: Int64Array, starts: Int64Array, lengths: Int64Array
+) -> tuple[Int64Array, Int64Array, Int32Array]:
+    """Returns the slot of each work, the number of works of each tile, and `work_info`."""
+    owner, slots, begin, end = np.array(works, np.int64).reshape(-1, 4).T
+    pieces = np.bincount(owner, minlength=tiles.size)
     is_cut = pieces[owner] >= 2
-    row_start, row_end = starts[owner], (starts + lengths)[owner]
     work_info = np.zeros((owner.size, 8), np.int32)
     work_info[:, 0] = tiles[owner]
     work_info[:, 1] = np.where(is_cut, np.cumsum(is_cut) - 1, -1)
     work_info[:, 2] = tiles[owner]
     work_info[:, 3] = tiles[owner] + 1
-    work_info[:, 4] = row_start + begin * BLOCK_TOKENS
-    kv_end = np.minimum(row_start + end * BLOCK_TOKENS, row_end)
-    work_info[:, 5] = kv_end
-    work_info[:, 6] = row_end - kv_end
-    return open_slot[owner] + step, pieces, work_info
+    work_info[:, 4] = starts[owner] + begin
+    work_info[:, 5] = starts[owner] + end
+    work_info[:, 6] = lengths[owner] - end
+    return slots, pieces, work_info
 
 
 def _check_names(params: PlanParams) -> None:
@@ -263,6 +290,14 @@ def _check_names(params: PlanParams) -> None:
         raise ValueError(f"variant is {params.variant!r}, known are 'parallel', 'serial'")
     if params.empty_rows not in ("skip", "aiter"):
         raise ValueError(f"empty_rows is {params.empty_rows!r}, known are 'skip', 'aiter'")
+    if params.policy not in ("aiter", "balanced", "invariant"):
+        raise ValueError(f"policy is {params.policy!r}, known are 'aiter', 'balanced', 'invariant'")
+    if params.policy != "aiter" and params.empty_rows != "skip":
+        raise ValueError(f"empty_rows is {params.empty_rows!r}, but policy {params.policy!r} gives empty rows no work")
+    if params.policy != "aiter" and params.cost_table is None:
+        raise ValueError(f"cost_table is None, but policy {params.policy!r} places works by their cost")
+    if params.piece_tokens < 1:
+        raise ValueError(f"piece_tokens is {params.piece_tokens}, must be at least 1")
 
 
 def _check_shapes(query_start_loc: Int32Array, seq_lens: Int32Array, arrays: PlanArrays, params: PlanParams) -> None:
@@ -273,7 +308,7 @@ def _check_shapes(query_start_loc: Int32Array, seq_lens: Int32Array, arrays: Pla
         ("kv_indptr", arrays.kv_indptr.shape, (num_rows + 1,)),
         ("work_indptr", arrays.work_indptr.shape, (params.num_cus + 1,)),
         ("reduce_indptr", arrays.reduce_indptr.shape, (num_tiles + 1,)),
-        ("work_info", arrays.work_info.shape, (num_tiles + params.num_cus - 1, 8)),
+        ("work_info", arrays.work_info.shape, (work_capacity(num_tiles, params.num_cus, params.pieces), 8)),
     )
     for name, actual, wanted in expected:
         if tuple(actual) != wanted:
