@@ -106,15 +106,41 @@ def check_plan(planner: Planner, plan: Plan, step: Step) -> Difference | None:
     num_works = int(wanted.work_indptr[-1])
     if plan.num_works is not None and plan.num_works != num_works:
         return Difference(step.index, "num_works", (), None, plan.num_works, num_works)
+    different = first_difference(found, wanted, params.fold)
+    if different is None:
+        return None
+    name, index, row = different
+    have, want = getattr(found, name), getattr(wanted, name)
+    return Difference(step.index, name, index, row, int(have[index]), int(want[index]), _request_of(step, row))
+
+
+def first_difference(
+    found: PlanArrays, wanted: PlanArrays, fold: int
+) -> tuple[str, tuple[int, ...], int | None] | None:
+    """Compares a plan's arrays with those of another, entry by entry.
+
+    Args:
+        found: Arrays on the host.
+        wanted: Arrays that are right. Works behind their last one are not compared: nobody reads them.
+        fold: Planner rows per row.
+
+    Returns:
+        The array and the index of the first entry that differs, and the row that it is about, None where it is about
+        none; None where all is equal.
+    """
+    num_works = int(wanted.work_indptr[-1])
     for name in PlanArrays._fields:
         have, want = getattr(found, name), getattr(wanted, name)
-        if name == "work_info":  # nothing behind the last work is written or read
+        if name == "work_info":
             have, want = have[:num_works], want[:num_works]
         if np.array_equal(have, want):
             continue
+        if have.shape != want.shape:
+            # Works that are missing; of the other arrays a plan always has all.
+            index = (have.shape[0],) + (0,) * (want.ndim - 1)
+            return name, index, _row_of(name, index, wanted, fold)
         index = tuple(int(axis[0]) for axis in np.nonzero(have != want))
-        row = _row_of(name, index, wanted, params.fold)
-        return Difference(step.index, name, index, row, int(have[index]), int(want[index]), _request_of(step, row))
+        return name, index, _row_of(name, index, wanted, fold)
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -10,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mlaplan import __version__
-from mlaplan.commands import doctor, explain
-from mlaplan.commands.options import UsageError, add_engine_options, scheduler_of
+from mlaplan.commands import compare, doctor, explain, record, replay, tune
+from mlaplan.commands.options import UsageError, add_engine_options, add_policy_options, scheduler_of
 from mlaplan.report import Row, Section, as_json, progress, render
 from mlaplan.workload import LogError
 
@@ -28,6 +29,10 @@ examples:
   mlaplan run --lengths device --deferred        nothing known on the host, plans made where graphs make them
   mlaplan run --load 0.2 --max-num-seqs 8 --json few requests at a time, for a machine to read
   mlaplan explain 2048x8 --output plan.svg       one plan: a table and a picture
+  mlaplan record requests.csv --out steps.trace  a trace of what is planned for a log
+  mlaplan replay steps.trace --num-cus 256       the same steps with other settings; what a self-check found
+  mlaplan compare requests.csv                   beside a builder as one writes it first
+  mlaplan tune --heads 16                        what works cost on this GPU, for the policy balanced
   mlaplan doctor                                 what is installed and whether it works, for an issue
 
 exit status: 0 when every check passed, 1 when one differed, 2 for a wrong option or log
@@ -54,12 +59,21 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    run.add_argument("log", nargs="?", metavar="LOG", help="request log in CSV, may be .gz; default: a built-in one")
+    run.add_argument(
+        "log",
+        nargs="?",
+        metavar="LOG",
+        help="request log in CSV, may be .gz: any number of lines of at most 65,536 characters (default: built-in)",
+    )
     _add_run_options(run)
     add_engine_options(run)
     _add_planner_options(run)
     run.set_defaults(function=_run)
     explain.add_parser(commands)
+    _add_planner_options(record.add_parser(commands))
+    replay.add_parser(commands)
+    _add_planner_options(compare.add_parser(commands))
+    tune.add_parser(commands)
     doctor.add_parser(commands)
     return parser
 
@@ -110,6 +124,7 @@ def _add_planner_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="slots per row, -1 for no limit (default: by the longest row)",
     )
+    add_policy_options(group)
 
 
 def options_of(arguments: argparse.Namespace) -> RunOptions:
@@ -132,6 +147,8 @@ def options_of(arguments: argparse.Namespace) -> RunOptions:
         q_dtype=arguments.q_dtype,
         kv_dtype=arguments.kv_dtype,
         split_budget=arguments.split_budget,
+        policy=arguments.policy,
+        piece_tokens=arguments.piece_tokens,
         deferred=arguments.deferred,
         graphs=arguments.graphs,
         check_every=arguments.check_every,
@@ -148,6 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status. A wrong option exits with status 2 by itself.
     """
+    _mend_streams()
     arguments = build_parser().parse_args(argv)
     try:
         status: int = arguments.function(arguments)
@@ -157,10 +175,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, LogError, OSError) as error:
         sys.stderr.write(f"mlaplan {arguments.command}: error: {error}\n")
         return USAGE
+    except MemoryError as error:
+        sys.stderr.write(f"mlaplan {arguments.command}: error: out of memory: {error}\n")
+        return USAGE
     except KeyboardInterrupt:
         sys.stderr.write(f"mlaplan {arguments.command}: interrupted\n")
         return INTERRUPTED
     return status
+
+
+def _mend_streams() -> None:
+    """Makes what is printed fit any stream: one that is closed is None, and a file name may hold any bytes."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115 - until the end
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _run(arguments: argparse.Namespace) -> int:

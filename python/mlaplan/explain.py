@@ -29,9 +29,13 @@ class Question:
         topk: Longest row, in tokens; the split rule looks no further.
         num_cus: Compute units.
         fold: Planner rows per token row.
-        split_budget: aiter's `max_split_per_batch`: -1 for no limit, None for the work-per-split rule.
+        split_budget: aiter's `max_split_per_batch`: -1 for no limit, None for the work-per-split rule, or under the
+            policy "balanced" for the cost table's choice. "invariant" has none.
         min_tokens_per_split: Tokens per split that the rule aims for.
         costs: Name of the cost table, see `CostTable.named`.
+        cost_table: The table itself, where it is none of those; `costs` is then what it is called.
+        policy: "aiter", "balanced" or "invariant".
+        piece_tokens: Tokens of a piece under "invariant".
     """
 
     row_lengths: Int32Array
@@ -43,6 +47,9 @@ class Question:
     split_budget: int | None = None
     min_tokens_per_split: int = 128
     costs: str = "aiter"
+    policy: str = "aiter"
+    piece_tokens: int = 256
+    cost_table: _core.CostTable | None = None
 
     def __post_init__(self) -> None:
         if self.padding < 0:
@@ -132,7 +139,7 @@ class Explanation:
         budget_reason: Why that budget.
         num_slots: Slots that the budget allows.
         slots_used: Slots that have works.
-        blocks_per_slot: Blocks of 16 tokens that the planner gives a slot, overhead included.
+        blocks_per_slot: Blocks of 16 tokens that aiter's walk gives a slot, overhead included; None for other policies.
         finish_time: Cost of the longest slot, in the cost table's unit.
         lower_bound: No schedule on `num_slots` slots can finish earlier.
         lower_bound_all: The same for all compute units.
@@ -147,7 +154,7 @@ class Explanation:
     budget_reason: str
     num_slots: int
     slots_used: int
-    blocks_per_slot: int
+    blocks_per_slot: int | None
     finish_time: int
     lower_bound: int
     lower_bound_all: int
@@ -177,11 +184,12 @@ def explain(question: Question) -> Explanation:
     Raises:
         ValueError: A number breaks a rule, or the cost table is not known.
     """
-    table = _core.CostTable.named(question.costs)
+    table = _table(question)
     lengths = np.ascontiguousarray(question.row_lengths, np.int32)
     budget, reason = _budget(question)
     sizes: dict[str, Any] = {"num_cus": question.num_cus, "max_split_per_batch": budget, "fold": question.fold}
-    schedule = _core.schedule(_core.kv_indptr(lengths), skip_empty=True, **sizes)
+    shared_out: dict[str, Any] = {"policy": question.policy, "cost_table": table, "piece_tokens": question.piece_tokens}
+    schedule = _core.schedule(_core.kv_indptr(lengths), skip_empty=True, **sizes, **shared_out)
     works = _works(schedule, _core.kv_indptr(lengths), question.fold, table)
     slots = max(schedule.num_slots, 1)
     return Explanation(
@@ -192,20 +200,38 @@ def explain(question: Question) -> Explanation:
         budget_reason=reason,
         num_slots=schedule.num_slots,
         slots_used=int(np.count_nonzero(np.diff(schedule.work_indptr))),
-        blocks_per_slot=schedule.blocks_per_slot,
+        blocks_per_slot=schedule.blocks_per_slot if question.policy == "aiter" else None,
         finish_time=_finish_time(works, table),
         lower_bound=table.lower_bound(lengths, slots, fold=question.fold) if works else 0,
         lower_bound_all=table.lower_bound(lengths, question.num_cus, fold=question.fold) if works else 0,
-        unit="blocks of 16 tokens" if question.costs == "aiter" else "tenths of an instruction per wave",
+        unit=_unit(question),
         with_padding=_with_padding(lengths, question, sizes, table) if question.padding else None,
     )
 
 
+def _table(question: Question) -> _core.CostTable:
+    return _core.CostTable.named(question.costs) if question.cost_table is None else question.cost_table
+
+
+def _unit(question: Question) -> str:
+    if question.cost_table is not None:
+        return "the table's own unit"
+    return "blocks of 16 tokens" if question.costs == "aiter" else "tenths of an instruction per wave"
+
+
 def _budget(question: Question) -> tuple[int, str]:
     given = question.split_budget
+    if question.policy == "invariant":
+        if given is not None:
+            raise ValueError(f"split_budget is {given}, but policy 'invariant' cuts every row by piece_tokens alone")
+        return -1, f"none: pieces of {question.piece_tokens:,} tokens"
     if given is not None:
         return given, "given, no limit" if given == -1 else "given"
     longest = int(question.row_lengths.max(initial=0))
+    if question.policy == "balanced":
+        table = _table(question)
+        budget = _core.split_budget(longest, cost_table=table, num_cus=question.num_cus)
+        return budget, f"cost table: {budget} pieces finish the longest row, of {longest:,} tokens, first"
     least = question.min_tokens_per_split
     budget = _core.max_split_per_batch(
         longest, topk=question.topk, num_cus=question.num_cus, min_tokens_per_split=least
@@ -289,6 +315,7 @@ def _plan_rows(explanation: Explanation) -> tuple[Row, ...]:
         Row("fold", "planner rows per row", question.fold),
         Row("topk", "longest row allowed", question.topk, "tokens"),
         Row("num_cus", "compute units", question.num_cus),
+        Row("policy", "policy", question.policy),
         Row("split_budget", "split budget", explanation.split_budget, note=explanation.budget_reason),
         Row("num_slots", "slots that it allows", explanation.num_slots, note=_slots_reason(explanation)),
         Row("slots_used", "slots used", explanation.slots_used, note=_share(explanation.slots_used, question.num_cus)),

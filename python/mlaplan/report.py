@@ -119,6 +119,28 @@ def as_json(sections: Sequence[Section]) -> str:
     return json.dumps(result, indent=2, allow_nan=False)
 
 
+def render_columns(
+    title: str, columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], stream: TextIO | None = None
+) -> None:
+    """Writes a table of several columns: with rich where it is installed, else as aligned text.
+
+    Args:
+        title: What the table shows.
+        columns: Names of the columns.
+        rows: A label and a text for each column.
+        stream: Where to; standard output by default. Colour only on a terminal.
+    """
+    target = sys.stdout if stream is None else stream
+    cells = [(title, *columns), *((label, *texts) for label, texts in rows)]
+    if _has_rich():
+        _render_rich_columns(cells, target)
+        return
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for label, *texts in cells:
+        aligned = [f"{text:>{width}}" for text, width in zip(texts, widths[1:], strict=True)]
+        target.write("  ".join([f"{label:<{widths[0]}}", *aligned]).rstrip() + "\n")
+
+
 def progress(items: Iterable[T], *, total: int | None, label: str, stream: TextIO | None = None) -> Iterator[T]:
     """Yields `items`, with a progress bar on a terminal; silent elsewhere and without rich.
 
@@ -158,6 +180,22 @@ def progress(items: Iterable[T], *, total: int | None, label: str, stream: TextI
 
 def _has_rich() -> bool:
     return importlib.util.find_spec("rich") is not None
+
+
+def _render_rich_columns(cells: Sequence[Sequence[str]], stream: TextIO) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    terminal = stream.isatty()
+    console = Console(file=stream, no_color=not terminal, width=None if terminal else _PLAIN_WIDTH)
+    table = Table(box=box.SIMPLE_HEAD if terminal else box.ASCII2, pad_edge=False)
+    for index, name in enumerate(cells[0]):
+        table.add_column(Text(name), justify="right" if index else "left", overflow="fold")
+    for row in cells[1:]:
+        table.add_row(*map(Text, row))
+    console.print(table)
 
 
 def _render_rich(sections: Sequence[Section], stream: TextIO) -> None:

@@ -7,6 +7,7 @@ sampled steps the planned decode is compared with dense attention. `mlaplan run`
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from array import array
 from collections import Counter
@@ -52,6 +53,8 @@ class RunOptions:
         q_dtype: Type of the queries.
         kv_dtype: Type of the KV cache.
         split_budget: aiter's `max_split_per_batch`, or None for the work-per-split rule.
+        policy: Who shares the work out, see `mlaplan.PlannerConfig`.
+        piece_tokens: Tokens of a piece under the policy "invariant".
         deferred: Plan pure decodes deferred and refresh them, as an engine does that runs without graphs.
         graphs: Run pure decodes of capture sizes through captured graphs that make their own plan. None for yes on a
             GPU; on the host a graph decodes as slowly as the reference does.
@@ -70,6 +73,8 @@ class RunOptions:
     q_dtype: str = "bf16"
     kv_dtype: str = "bf16"
     split_budget: int | None = None
+    policy: str = "aiter"
+    piece_tokens: int = 256
     deferred: bool = False
     graphs: bool | None = None
     check_every: int = 1
@@ -80,6 +85,8 @@ class RunOptions:
             value = getattr(self, name)
             if value < least:
                 raise ValueError(f"{name} is {value}, must be at least {least}")
+            if value > sys.maxsize:
+                raise ValueError(f"{name} is {value}, must be at most {sys.maxsize}")
 
 
 @dataclass(slots=True)
@@ -180,8 +187,13 @@ def requests_of(options: RunOptions) -> Iterator[Request]:
 
 def make_planner(options: RunOptions) -> Planner:
     """Returns a planner for everything that the scheduler can come up with."""
+    return Planner(planner_config(options), device=options.device)
+
+
+def planner_config(options: RunOptions) -> PlannerConfig:
+    """Returns the settings of that planner."""
     scheduler = options.scheduler
-    config = PlannerConfig(
+    return PlannerConfig(
         max_rows=scheduler.max_rows,
         # A graph has as many requests as its rows hold, idle ones included.
         max_requests=max(scheduler.max_num_seqs, max(scheduler.graph_sizes, default=0) // scheduler.decode_tokens),
@@ -193,8 +205,9 @@ def make_planner(options: RunOptions) -> Planner:
         kv_dtype=options.kv_dtype,
         capture_sizes=scheduler.graph_sizes,
         split_budget=options.split_budget,
+        policy=options.policy,
+        piece_tokens=options.piece_tokens,
     )
-    return Planner(config, device=options.device)
 
 
 def batch_of(step: Step, planner: Planner) -> Batch:

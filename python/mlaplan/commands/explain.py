@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlaplan.commands.options import UsageError, add_engine_options, scheduler_of
+from mlaplan.commands.options import UsageError, add_engine_options, add_policy_options, scheduler_of
+from mlaplan.commands.traced import traced_step
 from mlaplan.report import Row, Section, render
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ examples:
                                                  two requests with four query tokens each
   mlaplan explain --log requests.csv --step 500 --output plan.html
   mlaplan explain --step 500                     a step of the built-in log
+  mlaplan explain --trace steps.trace --step 500 a step of a trace or dump, and why it was or was not remade
 
 `--output` needs the extra `plot`: pip install 'mlaplan[plot]'
 """
@@ -55,6 +57,7 @@ def add_parser(commands: Any) -> None:
         "--queries", type=int, nargs="+", metavar="N", help="query tokens of each request, or one number for all"
     )
     batch.add_argument("--log", metavar="FILE", help="request log in CSV; with --step")
+    batch.add_argument("--trace", metavar="FILE", help="trace or dump, whose settings hold; with --step")
     batch.add_argument("--step", type=int, metavar="N", help="step of the log, from 0; without --log: the built-in log")
     batch.add_argument("--padding", type=int, metavar="N", help="rows that a graph adds (default: 0; the step's own)")
     plan = parser.add_argument_group("planner")
@@ -71,6 +74,7 @@ def add_parser(commands: Any) -> None:
     )
     plan.add_argument("--min-tokens-per-split", type=int, default=128, metavar="N", help="for the rule (default: 128)")
     plan.add_argument("--costs", default="aiter", metavar="NAME", help="cost table, see CostTable (default: aiter)")
+    add_policy_options(plan)
     output = parser.add_argument_group("output")
     output.add_argument("--output", metavar="FILE", help="draw a picture: .svg, .png or .html")
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -134,26 +138,35 @@ def _question(arguments: argparse.Namespace) -> tuple[Question, Section | None]:
         raise UsageError(
             f"give one of {', '.join(given)}; {' and '.join(n for n, g in given.items() if g) or 'none'} given"
         )
-    for name, needed in (("log", "step"), ("queries", "contexts")):
+    if arguments.trace is not None and arguments.log is not None:
+        raise UsageError("--trace and --log name the same thing twice")
+    for name, needed in (("log", "step"), ("trace", "step"), ("queries", "contexts")):
         if getattr(arguments, name) is not None and getattr(arguments, needed) is None:
             raise UsageError(f"--{name} goes with --{needed}")
     section, padding = None, 0
+    if arguments.trace is not None:
+        return traced_step(arguments.trace, arguments.step, arguments.costs, arguments.padding)
     if arguments.step is not None:
         lengths, requests, padding, section = _of_step(arguments)
     elif arguments.contexts is not None:
         lengths, requests = _of_contexts(arguments)
     else:
         lengths, requests = _of_lengths(arguments.length, arguments.topk)
+    padding = padding if arguments.padding is None else arguments.padding
+    if padding > _MOST_ROWS:
+        raise ValueError(f"padding is {padding}, must be at most {_MOST_ROWS}")
     question = Question(
         row_lengths=lengths,
         request_ids=requests,
-        padding=padding if arguments.padding is None else arguments.padding,
+        padding=padding,
         topk=arguments.topk,
         num_cus=arguments.num_cus,
         fold=arguments.fold,
         split_budget=arguments.budget,
         min_tokens_per_split=arguments.min_tokens_per_split,
         costs=arguments.costs,
+        policy=arguments.policy,
+        piece_tokens=arguments.piece_tokens,
     )
     return question, section
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from mlaplan.workload import SchedulerConfig
 
@@ -40,6 +41,20 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--load", type=float, default=1.0, help="factor on the arrival rate (default: 1)")
     group.add_argument("--step-ms", type=float, default=30.0, help="length of a step (default: 30)")
     group.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
+
+
+def add_policy_options(group: Any) -> None:
+    """Adds the choice of a policy to a group of options."""
+    group.add_argument(
+        "--policy",
+        choices=("aiter", "balanced", "invariant"),
+        default="aiter",
+        help="who shares the work out: aiter's own schedule, one with a shorter longest slot, or one in which a row's "
+        "pieces depend on that row alone (default: aiter)",
+    )
+    group.add_argument(
+        "--piece-tokens", type=int, default=256, metavar="N", help="tokens of a piece, for invariant (default: 256)"
+    )
 
 
 def scheduler_of(arguments: argparse.Namespace) -> SchedulerConfig:
