@@ -77,7 +77,7 @@ def test_a_log_is_read_in_every_usual_form(tmp_path: Path, data: bytes) -> None:
         (b"arrival_ms,input_tokens\n", "line 1: no output column"),
         (b"arrival_ms,timestamp,input_tokens,output_tokens\n", "line 1: more than one arrival column"),
         (_HEADER + b'0,"10,3\n', "not CSV"),
-        (_HEADER + b"0," + b"1" * 200_000 + b",3\n", "line 2: not CSV: field larger"),
+        (_HEADER + b"0," + b"1" * 200_000 + b",3\n", "line 2: more than 65536 characters in one entry"),
         (_HEADER + b"0,10,3\n1,\xff,3\n", "byte 0xff is not UTF-8"),
         ("arrival_ms,input_tokens,output_tokens\n".encode("utf-16"), "byte 0xff is not UTF-8"),
         (_HEADER + b"0,10,3\n0,\x00,3\n", "line 3"),

@@ -40,6 +40,7 @@ _OUTPUT_NAMES = (
     "num_decode_tokens",
 )
 _MAX_TOKENS = 2**31 - 1
+_MAX_LINE = 65_536  # characters of an entry; what a spreadsheet adds to three numbers is far less
 _MAX_ARRIVAL_MS = 2.0**53  # above it a float no longer tells one millisecond from the next
 
 
@@ -66,7 +67,8 @@ def read_log(path: str | os.PathLike[str]) -> Iterator[Request]:
 
     A header names the columns in any order (`arrival_ms`, `input_tokens`, `output_tokens`, or the names of
     published traces) and may have more of them; without one there are exactly these three. A file whose name
-    ends in `.gz` is decompressed on the way. Blank lines are skipped.
+    ends in `.gz` is decompressed on the way. Blank lines are skipped. The file may have any number of lines, of at
+    most 65,536 characters each; memory does not grow with it.
 
     Args:
         path: The file.
@@ -79,7 +81,10 @@ def read_log(path: str | os.PathLike[str]) -> Iterator[Request]:
         LogError: It is not a regular file, or what it holds is not a request log.
     """
     file = Path(path)
-    mode = file.stat().st_mode
+    try:
+        mode = file.stat().st_mode
+    except ValueError as error:  # a zero byte, for one
+        raise LogError(f"{str(file)!r} is no file name: {error}") from error
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(f"{file} is a directory, expected a request log in CSV")
     if not stat.S_ISREG(mode):
@@ -119,8 +124,10 @@ def _requests(file: Path) -> Iterator[Request]:
 def _lines(file: Path) -> Iterator[tuple[int, list[str]]]:
     """Yields the line number and the cells of each line that is not blank."""
     with _open(file) as stream:
-        reader = csv.reader(stream, strict=True)
+        pieces = _Pieces(file, stream)
+        reader = csv.reader(pieces, strict=True)
         while True:
+            pieces.room = _MAX_LINE
             try:
                 cells = next(reader)
             except StopIteration:
@@ -133,8 +140,35 @@ def _lines(file: Path) -> Iterator[tuple[int, list[str]]]:
                 raise LogError(f"{file}, after line {reader.line_num}: damaged gzip file: {error}") from error
             except csv.Error as error:
                 raise LogError(f"{file}, line {reader.line_num}: not CSV: {error}") from error
+            except OSError as error:
+                raise LogError(f"{file}, after line {reader.line_num}: {error.strerror or error}") from error
             if any(cell.strip() for cell in cells):
                 yield reader.line_num, cells
+
+
+class _Pieces(Iterator[str]):
+    """The lines of a stream, up to a length: what claims to be one line may be gigabytes, once it is decompressed.
+
+    Attributes:
+        room: Characters that the lines until the next setting of it may have together. An entry is a line, but for
+            line ends between quotes.
+    """
+
+    def __init__(self, file: Path, stream: IO[str]) -> None:
+        self._file = file
+        self._stream = stream
+        self._number = 0
+        self.room = _MAX_LINE
+
+    def __next__(self) -> str:
+        line = self._stream.readline(self.room + 1)
+        if not line:
+            raise StopIteration
+        self._number += 1
+        self.room -= len(line)
+        if self.room < 0:
+            raise LogError(f"{self._file}, line {self._number}: more than {_MAX_LINE} characters in one entry")
+        return line
 
 
 class _Columns:
@@ -174,7 +208,7 @@ class _Columns:
             if len(positions) != 1:
                 how_many = "no" if not positions else "more than one"
                 raise LogError(
-                    f"{file}, line {line}: {how_many} {label} column among {', '.join(map(repr, header))}; "
+                    f"{file}, line {line}: {how_many} {label} column among {_shown(header)}; "
                     f"known names are {', '.join(known)}"
                 )
             found.append(positions[0])
@@ -227,6 +261,12 @@ class _Columns:
         if value > _MAX_TOKENS:
             raise self._fail(line, column, text, f"is more than {_MAX_TOKENS} tokens")
         return int(value)
+
+
+def _shown(names: list[str]) -> str:
+    """Names of columns for a message, which nobody reads if it is pages long."""
+    cut = [name if len(name) <= 40 else name[:37] + "..." for name in names[:12]]
+    return ", ".join(map(repr, cut)) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
 def _is_number(text: str) -> bool:

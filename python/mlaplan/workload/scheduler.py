@@ -23,6 +23,10 @@ Int64Array = npt.NDArray[np.int64]
 
 LENGTHS = ("exact", "bound", "device")
 
+# A quarter of a gigabyte of 32-bit numbers each: far above any engine, and low enough that a slip is named.
+_MOST_BLOCKS = 1 << 26
+_MOST_ENTRIES = 1 << 26
+
 
 def default_capture_sizes(largest: int = 512) -> tuple[int, ...]:
     """Returns vLLM's default capture sizes: 1, 2, 4, in eights below 256, in sixteens up to `largest`."""
@@ -80,11 +84,7 @@ class SchedulerConfig:
             value = getattr(self, name)
             if value < smallest:
                 raise ValueError(f"{name} is {value}, must be at least {smallest}")
-        if self.num_kv_blocks - 1 < self.table_width:
-            raise ValueError(
-                f"num_kv_blocks is {self.num_kv_blocks}, must be at least {self.table_width + 1}: a request "
-                f"of max_model_len {self.max_model_len} with its drafts, and block 0"
-            )
+        self._check_pool()
         if not 0.0 <= self.acceptance_rate <= 1.0:
             raise ValueError(f"acceptance_rate is {self.acceptance_rate}, must be between 0 and 1")
         for name, number in (("step_ms", self.step_ms), ("load", self.load)):
@@ -95,6 +95,20 @@ class SchedulerConfig:
         for position, size in enumerate(self.capture_sizes):
             if size < 1:
                 raise ValueError(f"capture_sizes[{position}] is {size}, must be at least 1")
+
+    def _check_pool(self) -> None:
+        if self.num_kv_blocks > _MOST_BLOCKS:
+            raise ValueError(f"num_kv_blocks is {self.num_kv_blocks}, must be at most {_MOST_BLOCKS}")
+        if self.num_kv_blocks - 1 < self.table_width:
+            raise ValueError(
+                f"num_kv_blocks is {self.num_kv_blocks}, must be at least {self.table_width + 1}: a request "
+                f"of max_model_len {self.max_model_len} with its drafts, and block 0"
+            )
+        if self.max_num_seqs * self.table_width > _MOST_ENTRIES:
+            raise ValueError(
+                f"max_num_seqs is {self.max_num_seqs}, must be at most {_MOST_ENTRIES // self.table_width} for a "
+                f"max_model_len of {self.max_model_len}: their block table would have more than {_MOST_ENTRIES} entries"
+            )
 
     @property
     def decode_tokens(self) -> int:
