@@ -38,14 +38,21 @@ CI_PROFILE := --profile ci --locked
 # Seconds per fuzzer, and the toolchain that has libFuzzer's instrumentation.
 FUZZ_SECONDS ?= 60
 NIGHTLY ?= nightly
+# Real logs, and steps of each: half an hour on one core.
+SOAK_LOGS ?= $(wildcard ../shared/data/*.csv)
+SOAK_STEPS ?= 1000000
+# A checkout of RustSec's advisory-db for machines that cannot fetch it.
+ADVISORY_DB ?=
+# Where cargo-deny looks for it: the name holds a hash of the address that it would fetch from.
+DENY_DB := target/advisory-dbs
 
 # What this leaves out needs hardware or programs that a fresh machine lacks, or minutes. What is marked `interpret`
 # needs a process in which Triton interprets; tests/kernels/test_interpreter.py makes one and runs them all.
 FRESH := not (amd or gpu or interpret or slow or vllm)
 
 .PRECIOUS: .venv-vllm-%/.lock .venv-vllm-%/.mlaplan
-.PHONY: help run test test-rust test-python test-gpu test-amd test-vllm lint lint-rust lint-python fmt fuzz bench bench-smoke wheel package \
-	audit audit-crates lock clean ci
+.PHONY: help run test test-rust test-python test-gpu sanitize-gpu test-amd test-vllm lint lint-rust lint-python fmt fuzz fuzz-python soak bench bench-smoke model-balanced wheel package \
+	audit audit-crates docs docs-links lock clean ci
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -63,6 +70,10 @@ test-python: .venv/.mlaplan ## pytest against the extension (PYTEST_ARGS='-k sch
 
 test-gpu: .venv/.mlaplan ## tests that need a CUDA or ROCm device
 	$(BIN)/pytest -m gpu tests/gpu tests/kernels $(PYTEST_ARGS)
+
+sanitize-gpu: .venv/.mlaplan ## kernels under compute-sanitizer, and between guard bands, on a CUDA device
+	$(BIN)/python benches/gpu/check_sanitizer.py
+	$(BIN)/python benches/gpu/check_bounds.py
 
 test-amd: .venv/.mlaplan ## our kernels and aiter's as gfx942 and gfx950 code, emulated (TINYGRAD=.. AITER_HSA=..)
 	$(BIN)/pytest -m amd tests/amd $(PYTEST_ARGS)
@@ -89,6 +100,13 @@ lint-python: .venv/.mlaplan
 	$(BIN)/mypy tests/packaging
 	$(BIN)/python -m mypy.stubtest mlaplan._core
 
+docs: .venv/.mlaplan ## the documentation site, every warning an error; docs/_build/html/index.html
+	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build/html
+	@echo "built docs/_build/html/index.html"
+
+docs-links: .venv/.mlaplan ## follow the site's links to other sites; needs a network
+	$(BIN)/sphinx-build -q -b linkcheck docs docs/_build/links
+
 fmt: .venv/.lock ## format everything and apply the safe fixes
 	cargo fmt
 	cargo fmt --manifest-path fuzz/Cargo.toml
@@ -104,15 +122,38 @@ fuzz: ## run each fuzzer of fuzz/ from its seeds (FUZZ_SECONDS=3600); needs the 
 			-max_total_time=$(FUZZ_SECONDS) -max_len=1024 -verbosity=0 -print_final_stats=1; \
 	done
 
+fuzz-python: .venv/.mlaplan ## the public API under histories that hypothesis makes up (FUZZ_SECONDS=3600)
+	$(BIN)/python tests/python/fuzzing.py --seconds $(FUZZ_SECONDS)
+
+soak: .venv/.lock ## ten million steps in the core, then SOAK_STEPS of each log in SOAK_LOGS; writes docs/results
+	rm -f .venv/.mlaplan # the extension is about to be another one than the tests want
+	$(DEVELOP) --release --locked
+	mkdir -p target
+	cargo test --release --locked --test soak -- --ignored --nocapture | tee target/soak.txt
+	grep '^|' target/soak.txt > target/soak.md
+	$(BIN)/python tests/python/soaking.py $(SOAK_LOGS) --steps $(SOAK_STEPS) --core target/soak.md --out docs/results
+
 bench: .venv/.lock ## Criterion and pytest-benchmark, on a release build
 	cargo bench --locked
 	rm -f .venv/.mlaplan # the extension is about to be another one than the tests want
 	$(DEVELOP) --release --locked
 	$(BIN)/pytest --benchmark-enable --benchmark-only benches/python
 
+# One script per question; the machine with the GPU brings its own Python with torch, Triton and mlaplan.
+GPU_PYTHON ?= python3
+GPU_ARGS ?=
+GPU_QUESTIONS := $(patsubst benches/gpu/%.py,%,$(wildcard benches/gpu/check_*.py benches/gpu/time_*.py))
+
+.PHONY: $(GPU_QUESTIONS)
+$(GPU_QUESTIONS): # make time_decode GPU_ARGS='--peer flashmla.py': ask it, and write its dated file
+	$(GPU_PYTHON) benches/gpu/$@.py --out docs/results $(GPU_ARGS)
+
 bench-smoke: .venv/.mlaplan ## run each benchmark once, untimed
 	cargo test --benches $(CI_PROFILE)
 	$(BIN)/pytest benches/python
+
+model-balanced: ## the balanced schedule against aiter's and the bound, by the kernels' cost tables
+	cargo run --quiet --release --locked --example balance > docs/results/2026-11-30-balanced-model.md
 
 wheel: .venv/.lock ## release wheel (abi3, CPython 3.10 and later) and sdist into dist/
 	rm -rf dist
@@ -130,9 +171,20 @@ audit-crates: ## licences, bans and sources of the crates
 	cargo deny --locked check licenses bans sources
 
 audit: audit-crates .venv-audit/.lock ## the same, and advisories, whose databases must be reachable
-	@if cargo deny fetch db 2>/dev/null; then cargo deny --locked check advisories; \
+	@if [[ -n "$(ADVISORY_DB)" ]]; then \
+		mkdir -p $(DENY_DB) && rm -rf $(DENY_DB)/* && git clone --quiet "$(ADVISORY_DB)" $(DENY_DB)/advisory-db-3157b0e258782691; \
+		sed 's#^\[advisories\]#&\ndb-path = "$(CURDIR)/$(DENY_DB)"#' deny.toml > target/deny.toml; \
+		echo "advisories of $$(git -C $(DENY_DB)/advisory-db-3157b0e258782691 log -1 --format=%cs)"; \
+		for manifest in Cargo.toml fuzz/Cargo.toml; do \
+			cargo deny --locked --offline --manifest-path $$manifest --config target/deny.toml check advisories; \
+		done; \
+	elif cargo deny fetch db 2>/dev/null; then cargo deny --locked check advisories; \
 	else echo "RustSec's database cannot be reached: advisories of the crates were not checked"; fi
-	.venv-audit/bin/pip-audit --disable-pip --require-hashes -r requirements/run.txt -r requirements/dev.txt
+	@.venv-audit/bin/pip-audit --disable-pip --require-hashes -r requirements/run.txt -r requirements/dev.txt \
+		> target/pip-audit.txt 2>&1 || { cat target/pip-audit.txt; exit 1; }
+	@skipped=$$(grep -c 'could not be audited' target/pip-audit.txt || true); \
+	if [[ $$skipped -gt 0 ]]; then echo "PyPI's advisories cannot be reached: $$skipped packages were not checked"; \
+	else cat target/pip-audit.txt; fi
 
 lock: ## resolve requirements/*.in anew
 	for name in uv run dev audit; do \
@@ -143,7 +195,7 @@ lock: ## resolve requirements/*.in anew
 		--no-emit-index-url --custom-compile-command "make lock" requirements/vllm.in --output-file requirements/vllm.txt
 
 clean: ## remove build outputs and environments
-	rm -rf target fuzz/target dist .venv .venv-audit .venv-run .venv-uv .venv-vllm-* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf target fuzz/target dist docs/_build docs/_generated .venv .venv-audit .venv-run .venv-uv .venv-vllm-* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find python -name '*.so' -delete
 
 ci: ## what CI runs

@@ -110,7 +110,7 @@ Lowest of Criterion's samples, for the machine had other work; compute units: {b
 {table(found, AGAINST)}
 
 `drafts` has four rows per request, `prompt` one request. How the loops were made and checked is in
-[design.md](../design.md), section 9.
+[design.md](../design.md), section 10.
 
 {against_numpy(found)}
 
