@@ -23,6 +23,7 @@ from plan_cases import (
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from mlaplan.costs import CostTable
 from mlaplan.kernels.plan import plan
 from mlaplan.layout import PlanArrays, PlanParams
 
@@ -84,6 +85,26 @@ def test_an_even_share_beyond_the_circle_interpreted(runner: Runner, rng: np.ran
         lengths = rng.integers(1, length + 1, rows).astype(np.int32)
         params = PlanParams(topk=2048, num_cus=num_cus, split_budget=split_budget)
         runner.check(Case(f"{rows} on {num_cus}", np.arange(rows + 1, dtype=np.int32), lengths, rows, params))
+
+
+@pytest.mark.interpret
+def test_a_budget_of_more_slots_than_32_bits_count_interpreted(runner: Runner) -> None:
+    """The budget times the tiles passes 2^31 before the compute units bound it."""
+    rows = 257
+    params = PlanParams(topk=16, num_cus=65_535, fold=128, split_budget=65_535)
+    seq_lens = np.full(rows, 16, np.int32)
+    runner.check(Case("slots", np.arange(rows + 1, dtype=np.int32), seq_lens, rows, params))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("policy", ["aiter", "balanced"])
+def test_more_blocks_than_32_bits_count_are_refused(runner: Runner, policy: str) -> None:
+    """Folded tiles share a row's tokens, so that rows * topk bounds those but not the blocks that are weighed."""
+    table = CostTable(block_tokens=1 << 12, block=1, piece=1, whole=1)
+    params = PlanParams(topk=(1 << 27) - 1, num_cus=304, fold=40, split_budget=-1, policy=policy, cost_table=table)
+    lengths = np.full(16, params.topk, np.int32)
+    with pytest.raises(ValueError, match=r"640 tiles weigh 5368719664 blocks"):
+        runner.words(Case("folded", np.arange(17, dtype=np.int32), lengths, 16, params))
 
 
 @pytest.mark.interpret

@@ -300,6 +300,12 @@ def _check(query_start_loc: Any, num_requests: int, arrays: PlanArrays, params: 
         raise ValueError(f"topk is {params.topk}, expected rows * topk below 2**31 for {num_rows} rows")
     if num_tiles > _MAX_TILES:
         raise ValueError(f"request_ids has {num_rows} rows; times fold {params.fold} that is above {_MAX_TILES}")
+    # aiter's walk, which "balanced" prices too, adds up the blocks of all tiles in 32 bits, 16 more for each.
+    weight = num_tiles * (-(-params.topk // 16) + 16) + params.num_cus
+    if params.policy != "invariant" and weight >= 1 << 31:
+        raise ValueError(
+            f"topk is {params.topk}, expected less: {num_tiles} tiles weigh {weight} blocks, at most 2**31 - 1"
+        )
     if _address(arrays.reduce_indptr) % 16:
         raise ValueError(f"reduce_indptr is at address {_address(arrays.reduce_indptr):#x}, expected a multiple of 16")
     expected = (

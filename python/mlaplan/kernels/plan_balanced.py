@@ -9,7 +9,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mlaplan.kernels.plan_rows import FALLING, TAIL, fill, mark_owners, share_of_slot, survey, weights, write_rows
+from mlaplan.kernels.plan_rows import (
+    FALLING,
+    TAIL,
+    fill,
+    mark_owners,
+    share_of_slot,
+    slots_of,
+    survey,
+    weights,
+    write_rows,
+)
 from mlaplan.kernels.plan_walk import find_rooms, first_state
 from mlaplan.kernels.plan_works import PARTIALS_SHIFT, aiter_cuts, aiter_size, slots_and_works, write_works
 
@@ -343,8 +353,7 @@ def balanced_kernel(
     if split_budget == 0:
         budget = _best_split(_blocks(longest, block_tokens), num_cus, block, piece, whole, merge)
     share = share_of_slot(weight * FOLD, counted, longest, num_cus, budget, 1)
-    num_slots = tl.where(budget < 0, num_cus, tl.minimum(num_cus, tl.minimum(budget, num_cus) * counted))
-    num_slots = tl.maximum(num_slots, 1)
+    num_slots = slots_of(counted, num_cus, budget)
     aiter_longest = _price_aiter(
         kv_indptr_ptr,
         reduce_indptr_ptr,

@@ -197,6 +197,13 @@ def write_rows(
 
 
 @triton.jit
+def slots_of(counted, num_cus, budget):
+    """Slots that the budget leaves `counted` tiles, at least 1. The product of two numbers may pass 32 bits."""
+    limited = tl.minimum(tl.minimum(budget, num_cus).to(tl.int64) * counted, num_cus).to(tl.int32)
+    return tl.maximum(tl.where(budget < 0, num_cus, limited), 1)
+
+
+@triton.jit
 def share_of_slot(weight, counted, longest, num_cus, split_budget, min_tokens_per_split):
     """Blocks per slot, at least 1. `counted` tiles share the slots that the budget allows."""
     # next_power_of_two(splits), of a number that is at most num_cus and so has 16 bits
@@ -206,6 +213,5 @@ def share_of_slot(weight, counted, longest, num_cus, split_budget, min_tokens_pe
     rounded |= rounded >> 4
     rounded |= rounded >> 8
     budget = tl.where(split_budget == 0, rounded + 1, split_budget)
-    limited = tl.minimum(num_cus, tl.minimum(budget, num_cus) * counted)
-    num_slots = tl.maximum(tl.where(budget < 0, num_cus, limited), 1)
+    num_slots = slots_of(counted, num_cus, budget)
     return tl.maximum((weight + num_slots - 1) // num_slots, 1)
