@@ -89,11 +89,19 @@ class Calibration:
 
 
 def folder() -> Path:
-    """Folder that calibrations are stored in; it need not exist."""
+    """Folder that calibrations are stored in; it need not exist.
+
+    Raises:
+        FileNotFoundError: Nothing says where the user's home is.
+    """
     configured = os.environ.get("XDG_CONFIG_HOME", "")
     # The specification has relative paths ignored.
-    base = Path(configured) if Path(configured).is_absolute() else Path.home() / ".config"
-    return base / "mlaplan" / "costs"
+    if Path(configured).is_absolute():
+        return Path(configured) / "mlaplan" / "costs"
+    try:
+        return Path.home() / ".config" / "mlaplan" / "costs"
+    except RuntimeError as error:  # a user of a container's own, with neither HOME nor an entry in passwd
+        raise FileNotFoundError("there is no home folder for cost tables: set XDG_CONFIG_HOME") from error
 
 
 def path_of(shape: Shape) -> Path:
@@ -171,7 +179,12 @@ def stored(shape: Shape) -> Calibration | None:
     Raises:
         CalibrationError: The file is damaged, or holds for something else than its name says.
     """
-    path = path_of(shape)
+    try:
+        path = path_of(shape)
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        # No file; or no home, or somebody else's, as a service in a container may have: nothing was stored for us.
+        return None
     calibration = load(path)
     if calibration is not None and calibration.shape != shape:
         wanted, found = asdict(shape), asdict(calibration.shape)

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mlaplan.observer import LOG
-from mlaplan.selfcheck import SelfCheck
 
 if TYPE_CHECKING:
     from mlaplan.planner import Planner
@@ -94,10 +93,7 @@ def numbers_of(planner: Planner) -> Counter[tuple[str, str]]:
         numbers["reasons", reason] += times
     for name in ("launches", "copies", "bytes_copied", "allocations", "waits", "read_backs"):
         numbers[name, ""] += getattr(stats, name)
-    for listener in () if planner.observer is None else planner.observer.listeners:
-        if isinstance(listener, SelfCheck):
-            numbers["self_checks", ""] += listener.checks
-            numbers["self_check_differences", ""] += listener.differences
+    numbers["self_checks", ""], numbers["self_check_differences", ""] = planner.self_checks
     return numbers
 
 

@@ -44,28 +44,32 @@ class Observer:
     """Stands in front of `Planner.plan` while somebody listens.
 
     A listener that raises is dropped with one line in the log: it may never disturb planning.
+
+    Attributes:
+        listeners: Who listens. May change in the middle of a step, by a signal's handler for instance.
+        planning: Whether the planner is to plan by itself: its own method asks an observer first.
     """
 
     def __init__(self, planner: Planner) -> None:
         """Watches nothing yet."""
         self._planner = planner
         self.listeners: tuple[Listener, ...] = ()
+        self.planning = False
 
     def plan(self, batch: Batch, *, deferred: bool) -> Plan:
         """Plans a batch, and tells the listeners; as `Planner.plan`."""
         planner = self._planner
         self._tell("before")
-        # The planner's own method, which looks for an observer first.
-        planner.observer = None
         try:
+            self.planning = True
             begin = time.perf_counter_ns()
             plan = planner.plan(batch, deferred=deferred)
             host_ns = time.perf_counter_ns() - begin
         except BaseException:
-            self._return()
+            self.planning = False
             self._tell("failed")
             raise
-        self._return()
+        self.planning = False
         self._tell("planned", plan, deferred, host_ns)
         return plan
 
@@ -90,9 +94,6 @@ class Observer:
                 with suppress(Exception):
                     listener.dropped()
                 LOG.warning("mlaplan: %s is off: %s: %s", type(listener).__name__, type(error).__name__, error)
-
-    def _return(self) -> None:
-        self._planner.observer = self if self.listeners else None
 
     def drop(self, listener: Listener) -> None:
         """Tells a listener nothing any more; with the last one the observer steps aside."""

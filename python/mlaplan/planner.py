@@ -98,6 +98,7 @@ class Planner:
         self._deferrals: dict[tuple[int, int, int], _core.Decision] = {}
         # Who records or checks; None costs one comparison a step.
         self.observer: Observer | None = None
+        self.self_checks = (0, 0)  # comparisons made, those of ended self-checks too, and how many differed
 
     def plan(self, batch: Batch, *, deferred: bool = False) -> Plan:
         """Makes the device hold the plan of `batch`, with as little work as that takes.
@@ -119,7 +120,7 @@ class Planner:
             mlaplan.PlanError: The batch exceeds the capacity, device arrays are needed, or a copy would be captured
                 into a graph. A `ValueError`.
         """
-        if self.observer is not None:
+        if self.observer is not None and not self.observer.planning:
             return self.observer.plan(batch, deferred=deferred)
         if not isinstance(batch, Batch):
             raise TypeError(f"batch must be a Batch, not {type(batch).__name__}")
@@ -229,10 +230,7 @@ class Planner:
                 return
         elif plan.captured is graph:
             return
-        if plan.device_query_start_loc is None or plan.device_seq_lens is None:
-            raise _core.PlanError(
-                "device_query_start_loc and device_seq_lens are needed to make this plan on the device"
-            )
+        self._check_plan(plan, has_arrays=True)
         if self._constants_lost:
             self._restore_constants()
         self._step.made_on_device()
@@ -253,6 +251,7 @@ class Planner:
         Raises:
             ValueError: As `refresh`.
         """
+        self._check_plan(plan, has_arrays=True)
         if self.observer is not None:
             self.observer.remade(plan)
         plan.generation, plan.captured = -1, None
@@ -450,11 +449,15 @@ class Planner:
             _core.segment_lengths(boundaries)
             raise
 
-    def _check_plan(self, plan: Plan) -> None:
+    def _check_plan(self, plan: Plan, *, has_arrays: bool = False) -> None:
         if not isinstance(plan, Plan):
             raise TypeError(f"plan must be a Plan, not {type(plan).__name__}")
         if plan.planner is not self:
             raise ValueError("plan belongs to another planner, whose buffers it describes")
+        if has_arrays and (plan.device_query_start_loc is None or plan.device_seq_lens is None):
+            raise _core.PlanError(
+                "device_query_start_loc and device_seq_lens are needed to make this plan on the device"
+            )
 
 
 def schedule_quality(

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
@@ -146,6 +146,11 @@ class Recorder:
             return
         self._guarded(self._end)
 
+    def __del__(self) -> None:
+        """A planner that nobody holds any more takes its recorder along: what it kept is written first."""
+        if getattr(self, "_file", None) is not None:
+            self.close()
+
     def before(self) -> None:
         """See `Listener.before`."""
 
@@ -253,7 +258,8 @@ class Recorder:
         unwatch(self._planner, self)
         _OPEN.discard(self)
         if file is not None:
-            file.close()
+            with suppress(OSError):  # without a buffer there is nothing left to lose
+                file.close()
 
 
 def step_record(

@@ -333,7 +333,9 @@ def batch_of(step: StepRecord, planner: Planner, what_if: WhatIf, *, deferred: b
     lengths = _as_recorded(step, what_if.max_rejects)
     if what_if.lengths is not None and truth is not None:
         lengths = _as_asked(step, truth[1], what_if)
-    on_device = (step.has_device_boundaries and step.has_device_lengths) or deferred or lengths is None
+    # What the host knew then may not do under other settings.
+    unsure = what_if.changes and isinstance(lengths, UpperBound)
+    on_device = (step.has_device_boundaries and step.has_device_lengths) or deferred or lengths is None or unsure
     arrays: dict[str, Any] = {}
     if on_device:
         boundaries, true_lengths = truth or (step.query_start_loc, step.lengths)

@@ -158,14 +158,15 @@ def difference_of(dump: DumpRecord, params: PlanParams) -> Difference | None:
 class SelfCheck:
     """Looks at the buffers every so many steps, when the next step comes: then eager work and replays are behind them.
 
-    The boundaries and lengths of such a step are copied on the device when it is planned, and read back with the
-    buffers. The first difference is reported with one line in the log and, if a file is named, a dump that `mlaplan
-    replay` reads; later ones are counted.
+    The boundaries and lengths of such a step are copied on the device when it is planned, and again when `refresh`
+    makes its plan, and read back with the buffers. The first difference is reported with one line in the log and, if a
+    file is named, a dump that `mlaplan replay` reads; later ones are counted.
 
-    A step is skipped, and counted, if a graph is being captured, if nobody knows its lengths, or if its plan was made
-    again from lengths that the device changed (`Planner.remake`). Where a graph does that to itself, as a draft loop
-    captured in one graph does, the host cannot know which lengths the last plan is of, so from such a capture on every
-    step is skipped; `Planner.check` still works there.
+    A step is skipped, and counted, if a graph is being captured, if its plan became a node of a graph, if nobody knows
+    its lengths, if an older plan was made again, or if its own was, from lengths that the device changed
+    (`Planner.remake`). Where a graph does that to itself, as a draft loop captured in one graph does, the host cannot
+    know which lengths the last plan is of, so from such a capture on every step is skipped; `Planner.check` still works
+    there.
 
     Attributes:
         every: Steps from one check to the next.
@@ -242,6 +243,8 @@ class SelfCheck:
             boundaries, lengths = to_host(pending.query_start_loc), to_host(pending.seq_lens)
             finding = compare(self._planner, pending.plan, pending.step, boundaries, lengths, "self-check")
         self.checks += 1
+        made, differed = self._planner.self_checks
+        self._planner.self_checks = made + 1, differed + (finding.difference is not None)
         if finding.difference is not None:
             self.differences += 1
             if self.first is None:
@@ -271,7 +274,21 @@ class SelfCheck:
         self._pending = _Pending(plan, index, snapshot(truth[0]), snapshot(truth[1]))
 
     def refreshed(self, plan: Plan) -> None:
-        """See `Listener.refreshed`."""
+        """See `Listener.refreshed`.
+
+        A plan is of what the device's arrays hold when it is made, which may be another batch than when it was planned.
+        Where another plan was made, or this one only became a node of a graph, the buffers do not hold the step's.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        if plan is not pending.plan or plan.captured is not None:
+            self._pending = None
+            self.skipped += 1
+            return
+        snapshot = self._planner.device.snapshot
+        boundaries, lengths = snapshot(plan.device_query_start_loc), snapshot(plan.device_seq_lens)
+        self._pending = pending._replace(query_start_loc=boundaries, seq_lens=lengths)
 
     def remade(self, plan: Plan) -> None:
         """See `Listener.remade`."""

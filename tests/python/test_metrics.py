@@ -105,7 +105,8 @@ def test_self_checks_are_counted(registry: Any) -> None:
         made.plan(batch([1], [3]))
         assert registry.get_sample_value("mlaplan_self_checks_total") == 1
         assert registry.get_sample_value("mlaplan_self_check_differences_total") == 1
-    assert registry.get_sample_value("mlaplan_self_checks_total") == 1, "does not fall when the checks end"
+    assert registry.get_sample_value("mlaplan_self_checks_total") == 2, "the last one when the checks end"
+    assert registry.get_sample_value("mlaplan_self_check_differences_total") == 2
 
 
 def test_scrapes_from_another_thread_while_planning(registry: Any) -> None:

@@ -162,6 +162,20 @@ def test_calibrations_lie_where_the_user_has_them(tmp_path: Path, monkeypatch: p
     assert set(path_of(hostile).name) <= set("abcdefghijklmnopqrstuvwxyz0123456789.-")
 
 
+@pytest.mark.parametrize("home", ["/dev/null", None])
+def test_without_a_home_nothing_is_stored_and_nothing_fails(home: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    if home is None:
+        monkeypatch.setattr(Path, "home", nobody)
+    else:
+        monkeypatch.setenv("HOME", home)
+    assert stored(SHAPE) is None
+
+
 def test_shapes_do_not_share_a_file() -> None:
     changes: list[dict[str, Any]] = [{"heads": 128}, {"kv_dtype": "fp8"}, {"q_dtype": "fp16"}, {"capability": "10.0"},
                {"device": "NVIDIA H100"}, {"head_dim": 96}, {"v_head_dim": 96}]  # fmt: skip

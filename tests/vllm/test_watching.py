@@ -141,6 +141,24 @@ def test_a_corrupted_replay_is_found_and_proven(
     assert "row 0, request 0: kv_indptr[1]" in capsys.readouterr().err
 
 
+def test_graphs_captured_without_a_warm_up_are_no_difference(
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    """With `cudagraph_num_of_warmups` 0, as where nothing is compiled, a plan becomes a node and does not run."""
+    monkeypatch.setenv("MLAPLAN_CHECK_EVERY", "1")
+    made, inputs = engine()
+    for rows in (8, 4, 2, 1):
+        metadata = made.build(inputs.write(Step(query_lens=[1] * rows, seq_lens=[1] * rows, capture=True)))
+        with made.planner.device.record() as graph:
+            made.forward(metadata, rows)
+    metadata = made.build(inputs.write(Step(query_lens=[1], seq_lens=[70])))
+    graph.replay()
+    checked = listener(made, SelfCheck)
+    checked.close()
+    assert (checked.checks, checked.skipped, checked.differences) == (1, 4, 0)
+    assert not [record for record in log.records if record.levelno > logging.INFO]
+
+
 def test_what_cannot_be_set_up_is_said_and_the_planner_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ def _inside(folder: str, name: str) -> Path:
 
 
 def _place(number: int) -> str:
-    return f"rank{_rank()}-process{os.getpid()}-{number}"
+    # The time too: a container that is started again has the same process numbers, and a file is never replaced.
+    return f"rank{_rank()}-process{os.getpid()}-{int(time.time())}-{number}"
 
 
 def _rank() -> int:
