@@ -20,6 +20,7 @@ from plan_cases import (
     random_case,
     stale_starts,
     wild_case,
+    with_policy,
 )
 
 from mlaplan.kernels.decode import decode_launch
@@ -57,7 +58,8 @@ class Result:
 
 def fresh_arrays(case: Case) -> PlanArrays:
     """The arrays of a plan, each alone in memory and full of a value that no plan holds."""
-    layout = Layout.of(case.num_rows, num_cus=case.params.num_cus, fold=case.params.fold)
+    params = case.params
+    layout = Layout.of(case.num_rows, num_cus=params.num_cus, fold=params.fold, pieces=params.pieces)
     return PlanArrays(*(np.full(shape, GUARD, np.int32) for shape in layout.shapes))
 
 
@@ -103,6 +105,23 @@ def check_random(arch: str, numbers: Iterable[int]) -> Result:
             case = random_case(rng, max_rows=600 if number % 50 == 0 else 60, name=f"random batch {number}")
         check_plan(case, arch, number, result)
     return result
+
+
+def check_policy(policy: str) -> Callable[[str, Iterable[int]], Result]:
+    """Random batches under another policy than aiter's; every fifth is wild."""
+
+    def check(arch: str, numbers: Iterable[int]) -> Result:
+        result = Result(f"plan, {policy}", arch)
+        for number in numbers:
+            rng = np.random.default_rng(number)
+            make = wild_case if number % 5 == 4 else random_case
+            # Up to 256 tiles. The harness says of both inputs that they are aligned, which launches do not, and with
+            # that Triton 3.7.1 cannot translate `balanced` for 512; test_offline.py compiles it as it is launched.
+            case = make(rng, max_rows=24, name=f"batch {number}")
+            check_plan(with_policy(rng, case, policy), arch, number, result)
+        return result
+
+    return check
 
 
 def check_stale(arch: str, _numbers: Iterable[int]) -> Result:

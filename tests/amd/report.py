@@ -33,7 +33,7 @@ compared, and every access of memory is checked. Errors of decode and merge are 
 float64, of LSE the largest difference; of aiter's binaries the largest difference relative to the largest value.
 aiter's binaries ran on decode steps of the real logs with rows capped at 160 tokens and 2 to 8 slots.
 Nothing here was run on a GPU, and no time is one of a GPU."""
-_CHUNK = {"vectors": 10, "random": 20, "slots": 25, "aiter": 10}
+_CHUNK = {"vectors": 10, "random": 20, "slots": 25, "aiter": 10, "balanced": 10, "invariant": 10}
 
 
 def _check(name: str) -> Callable[[str, Iterable[int]], Any]:
@@ -45,6 +45,8 @@ def _check(name: str) -> Callable[[str, Iterable[int]], Any]:
     return {
         "vectors": checks.check_vectors,
         "random": checks.check_random,
+        "balanced": checks.check_policy("balanced"),
+        "invariant": checks.check_policy("invariant"),
         "stale": checks.check_stale,
         "slots": checks.check_slots,
         "aiter": aiter_checks.check_aiter,
@@ -69,6 +71,7 @@ def _parts(given: argparse.Namespace) -> list[tuple[str, str, tuple[int, ...]]]:
     # What the time limit leaves out is some of the last: random batches.
     counts = {"vectors": _NUM_VECTORS, "stale": 1, "slots": given.slots}
     counts |= {f"decode {kind}": given.decode for kind in ("bf16", "fp16", "fp8")}
+    counts |= dict.fromkeys(("balanced", "invariant"), given.policies)
     counts |= {"aiter": 0 if aiter_checks.missing() else given.aiter, "random": given.random}
     parts = []
     for name, count in counts.items():
@@ -162,6 +165,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=240.0, help="start no further part after this time")
     parser.add_argument("--every", type=int, default=1, help="run every n-th reference vector")
     parser.add_argument("--random", type=int, default=500, help="random batches of the plan")
+    parser.add_argument("--policies", type=int, default=100, help="random batches of each other policy")
     parser.add_argument("--slots", type=int, default=100)
     parser.add_argument("--decode", type=int, default=12, help="batches per type of KV rows")
     parser.add_argument("--aiter", type=int, default=100, help="log batches for aiter's binaries")

@@ -26,6 +26,12 @@ def test_plan_equals_the_reference_on_random_batches(arch: str) -> None:
 
 
 @both_archs
+@pytest.mark.parametrize("policy", ["balanced", "invariant"])
+def test_plan_equals_the_reference_under_other_policies(arch: str, policy: str) -> None:
+    assert checks.check_policy(policy)(arch, range(8)).cases == 8
+
+
+@both_archs
 def test_plan_stays_inside_with_stale_boundaries(arch: str) -> None:
     assert checks.check_stale(arch, ()).cases == 3
 

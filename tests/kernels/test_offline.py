@@ -57,7 +57,7 @@ def test_plan(arch: str, num_rows: int, fold: int, empty_rows: str, variant: str
 @pytest.mark.parametrize("policy", ["balanced", "invariant"])
 def test_plan_under_other_policies(arch: str, policy: str) -> None:
     """Scalars may move to lanes of vector registers, which stays on the chip; nothing goes to memory."""
-    for num_rows, fold in ((64, 1), (1024, 4)):
+    for num_rows, fold in ((64, 1), (40, 7), (1024, 4)):
         params = PlanParams(topk=2048, num_cus=_CU_COUNT[arch], fold=fold, policy=policy, cost_table=DEFAULT)
         compiled = compile_amd(launches.plan(num_rows, 60, params), arch)
         used = usage(compiled)
