@@ -80,31 +80,6 @@ pub fn split_budget(longest_row: i32, table: &CostTable, num_cus: usize) -> Resu
     Ok(best_pieces(table.blocks(tokens), table, num_cus))
 }
 
-/// Returns [`split_budget`] of every row of `0 ..= ceil(topk / block_tokens)` blocks, for who cannot search.
-///
-/// # Errors
-///
-/// As [`split_budget`], and [`PlanError::Capacity`] for more than [`MAX_BUDGETS`] blocks.
-pub fn split_budgets(topk: i32, table: &CostTable, num_cus: usize) -> Result<Vec<i32>, PlanError> {
-    check_positive("topk", topk)?;
-    let num_cus = check_num_cus(num_cus)?;
-    table.validate()?;
-    let blocks = table.blocks(topk.unsigned_abs());
-    if blocks > MAX_BUDGETS {
-        return Err(PlanError::Capacity {
-            what: "blocks of topk",
-            needed: blocks.cast_signed(),
-            available: MAX_BUDGETS.cast_signed(),
-        });
-    }
-    Ok((0..=blocks)
-        .map(|blocks| best_pieces(blocks, table, num_cus))
-        .collect())
-}
-
-/// Most blocks of a row in [`split_budgets`], a million tokens in blocks of 16.
-pub const MAX_BUDGETS: u64 = 1 << 16;
-
 /// The budget for a longest row of `blocks` blocks, the table and the number of units being valid.
 ///
 /// Among numbers of pieces with the same longest piece the smallest is the cheapest, so only those are looked at: about

@@ -31,7 +31,6 @@ __all__ = [
     "schedule",
     "segment_lengths",
     "split_budget",
-    "split_budgets",
     "support",
 ]
 
@@ -287,18 +286,6 @@ def split_budget(longest_row: int, *, cost_table: _Costs, num_cus: int) -> int:
 
     Raises:
         ValueError: A number is out of range, or no policy can follow the table.
-    """
-
-def split_budgets(topk: int, *, cost_table: _Costs, num_cus: int) -> _Int32:
-    """`split_budget` by the blocks of the longest row, for a kernel that cannot search.
-
-    Args:
-        topk: Longest row that there can be, in tokens.
-        cost_table: What works cost.
-        num_cus: Compute units.
-
-    Returns:
-        Shape (ceil(topk / block_tokens) + 1,), int32. Raises as `split_budget`; PlanError for more than 2^16 blocks.
     """
 
 @final

@@ -1,12 +1,11 @@
 //! What works cost, and the policies that place works by it.
 
-use numpy::PyArray1;
 use pyo3::Borrowed;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use super::arrays::{freeze, int32};
+use super::arrays::int32;
 use super::numbers::Number;
 use super::support::dtype;
 use crate::schedule::quality::{finish_time, lower_bound};
@@ -256,21 +255,6 @@ pub(super) fn split_budget(longest_row: Number, cost_table: CostsArgument, num_c
         &table,
         num_cus.positive("num_cus")?,
     )?)
-}
-
-#[pyfunction]
-#[pyo3(signature = (topk, *, cost_table, num_cus))]
-pub(super) fn split_budgets(
-    py: Python<'_>,
-    topk: Number,
-    cost_table: CostsArgument,
-    num_cus: Number,
-) -> PyResult<Bound<'_, PyArray1<i32>>> {
-    let (topk, table) = (topk.int32("topk")?, cost_table.table()?);
-    freeze(
-        py,
-        crate::split::split_budgets(topk, &table, num_cus.positive("num_cus")?)?,
-    )
 }
 
 /// Checks that slots are in order and name works that are there.

@@ -14,7 +14,7 @@ mod _core {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use super::costs::{CostTable, cost_table, split_budget, split_budgets};
+    use super::costs::{CostTable, cost_table, split_budget};
     #[pymodule_export]
     use super::error::PlanError;
     #[pymodule_export]

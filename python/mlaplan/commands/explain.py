@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlaplan.commands.options import UsageError, add_engine_options, add_policy_options, scheduler_of
+from mlaplan.commands.options import UsageError, add_engine_options, add_policy_options, budget_or_rule, scheduler_of
 from mlaplan.commands.traced import traced_step
 from mlaplan.report import Row, Section, render
 
@@ -68,7 +68,8 @@ def add_parser(commands: Any) -> None:
     plan.add_argument("--fold", type=int, default=1, metavar="N", help="planner rows per row (default: 1)")
     plan.add_argument(
         "--budget",
-        type=_budget,
+        type=budget_or_rule,
+        default="rule",
         metavar="N",
         help="split budget: a number, -1 for no limit, or rule (default: rule, by the longest row)",
     )
@@ -80,15 +81,6 @@ def add_parser(commands: Any) -> None:
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_engine_options(parser)
     parser.set_defaults(function=run)
-
-
-def _budget(text: str) -> int | None:
-    if text == "rule":
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"budget is {text!r}, must be a whole number or 'rule'") from None
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -162,7 +154,7 @@ def _question(arguments: argparse.Namespace) -> tuple[Question, Section | None]:
         topk=arguments.topk,
         num_cus=arguments.num_cus,
         fold=arguments.fold,
-        split_budget=arguments.budget,
+        split_budget=None if arguments.budget == "rule" else arguments.budget,
         min_tokens_per_split=arguments.min_tokens_per_split,
         costs=arguments.costs,
         policy=arguments.policy,
@@ -224,7 +216,7 @@ def _of_step(arguments: argparse.Namespace) -> tuple[Any, Any, int, Section]:
         scheduler=scheduler_of(arguments),
         topk=arguments.topk,
         num_cus=arguments.num_cus,
-        split_budget=arguments.budget,
+        split_budget=None if arguments.budget == "rule" else arguments.budget,
     )
     planner = make_planner(options)
     step = decision = None

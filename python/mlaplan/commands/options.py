@@ -57,6 +57,20 @@ def add_policy_options(group: Any) -> None:
     )
 
 
+def budget_or_rule(text: str) -> int | str:
+    """Reads a split budget: a whole number, or "rule" for the one by the longest row.
+
+    Raises:
+        argparse.ArgumentTypeError: It is neither.
+    """
+    if text == "rule":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"budget is {text!r}, must be a whole number or 'rule'") from None
+
+
 def scheduler_of(arguments: argparse.Namespace) -> SchedulerConfig:
     """Returns the simulated engine that the options ask for.
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from mlaplan.commands.options import UsageError
+from mlaplan.commands.options import UsageError, budget_or_rule
 from mlaplan.report import Row, Section, as_json, progress, render
 
 if TYPE_CHECKING:
@@ -56,7 +56,10 @@ def add_parser(commands: Any) -> None:
     what_if.add_argument("--num-cus", type=int, metavar="N", help="compute units")
     what_if.add_argument("--topk", type=int, metavar="N", help="KV slots per row at most")
     what_if.add_argument(
-        "--split-budget", type=_budget, metavar="N", help="slots per row, -1 for no limit, or rule: by the longest row"
+        "--split-budget",
+        type=budget_or_rule,
+        metavar="N",
+        help="slots per row, -1 for no limit, or rule: by the longest row",
     )
     what_if.add_argument("--policy", metavar="NAME", help="who shares the work out: aiter, balanced or invariant")
     what_if.add_argument(
@@ -68,15 +71,6 @@ def add_parser(commands: Any) -> None:
         "--deferred", action=argparse.BooleanOptionalAction, default=None, help="leave every plan to its consumer"
     )
     parser.set_defaults(function=run)
-
-
-def _budget(text: str) -> int | str:
-    if text == "rule":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"budget is {text!r}, must be a whole number or 'rule'") from None
 
 
 def run(arguments: argparse.Namespace) -> int:
