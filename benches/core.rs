@@ -258,7 +258,7 @@ fn schedule_questions(criterion: &mut Criterion) {
 }
 
 /// A planner with one class of `rows` rows, and the staging area that its plans are written to.
-fn planner(rows: usize) -> (StepPlanner, Vec<i32>) {
+fn planner(rows: usize, policy: Policy) -> (StepPlanner, Vec<i32>) {
     let sizes = [rows, rows + 1, NUM_CUS + 1, rows + 1, 8 * (rows + NUM_CUS - 1)];
     let mut offsets = [0; 5];
     let mut words = 0;
@@ -273,7 +273,7 @@ fn planner(rows: usize) -> (StepPlanner, Vec<i32>) {
         fold: 1,
         split_budget: None,
         min_tokens_per_split: 128,
-        policy: Policy::Aiter,
+        policy,
         classes: vec![ClassLayout { rows, offsets, words }],
     };
     (
@@ -297,12 +297,13 @@ fn step(planner: &mut StepPlanner, staging: &mut [i32], query_start_loc: &[i32],
 fn bench_steps(
     group: &mut BenchmarkGroup<'_, WallTime>,
     id: BenchmarkId,
+    policy: Policy,
     batches: [&[i32]; 2],
     action: Action,
 ) {
     let rows = batches[0].len();
     let query_start_loc = boundaries(rows);
-    let (mut planner, mut staging) = planner(rows);
+    let (mut planner, mut staging) = planner(rows, policy);
     step(&mut planner, &mut staging, &query_start_loc, batches[0]);
     let mut turn = 0;
     group.bench_function(id, |b| {
@@ -326,6 +327,7 @@ fn step_unchanged(criterion: &mut Criterion) {
         bench_steps(
             group,
             BenchmarkId::new("saturated", rows),
+            Policy::Aiter,
             [&batches[0], &batches[1]],
             Action::Nothing,
         );
@@ -333,11 +335,23 @@ fn step_unchanged(criterion: &mut Criterion) {
 }
 
 /// Every request grows and so does its row: new rows, new schedule.
-fn step_changed(criterion: &mut Criterion) {
-    by_rows_and_skew(criterion, "step_changed", |group, id, lengths| {
+fn bench_changed(criterion: &mut Criterion, question: &str, policy: Policy) {
+    by_rows_and_skew(criterion, question, |group, id, lengths| {
         let grown: Vec<i32> = lengths.iter().map(|length| length + 1).collect();
-        bench_steps(group, id, [lengths, &grown], Action::Copy);
+        bench_steps(group, id, policy, [lengths, &grown], Action::Copy);
     });
+}
+
+fn step_changed(criterion: &mut Criterion) {
+    bench_changed(criterion, "step_changed", Policy::Aiter);
+}
+
+fn step_changed_balanced(criterion: &mut Criterion) {
+    bench_changed(
+        criterion,
+        "step_changed_balanced",
+        Policy::Balanced(CostTable::BF16_HEADS_16),
+    );
 }
 
 /// Asked once per configuration or batch, whatever its size.
@@ -396,6 +410,7 @@ fn main() {
         schedule_questions,
         step_unchanged,
         step_changed,
+        step_changed_balanced,
         rules,
     ] {
         group(&mut criterion);

@@ -33,6 +33,8 @@ LINES = (
     ("schedule, skewed", "schedule_walk/skewed"),
     ("`balanced` schedule, uniform", "schedule_balanced/uniform"),
     ("`balanced` schedule, skewed", "schedule_balanced/skewed"),
+    ("`balanced` step, changed, uniform lengths", "step_changed_balanced/uniform"),
+    ("`balanced` step, changed, skewed lengths", "step_changed_balanced/skewed"),
 )
 KINDS = ("uniform", "skewed", "saturated", "drafts", "prompt")
 AGAINST = (
@@ -119,6 +121,7 @@ batch the more of it is that.
 """
     print(text)
     if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / f"{day}-core.md").write_text(text)
 
 

@@ -51,7 +51,7 @@ pub fn max_split_per_batch(
 /// Returns the budget that makes the longest row's longest piece and its merge cheapest by `table`, in slots per row.
 ///
 /// The smallest `k` in `1 ..= min(n, num_cus)` that minimises `whole + n * block` for `k = 1` and
-/// `piece + ceil(n / k) * block + k * merge` for others, with `n` the blocks of a row of `longest_row` tokens; 1 for no tokens.
+/// `piece + ceil(n / k) * block + k * merge + cut` for others, with `n` the blocks of a row of `longest_row` tokens; 1 for no tokens.
 ///
 /// # Errors
 ///
@@ -85,13 +85,14 @@ pub fn split_budget(longest_row: i32, table: &CostTable, num_cus: usize) -> Resu
 /// Among numbers of pieces with the same longest piece the smallest is the cheapest, so only those are looked at: about
 /// twice the square root of `blocks` of them.
 fn best_pieces(blocks: u64, table: &CostTable, num_cus: i32) -> i32 {
-    let [block, piece, whole, merge] = [table.block, table.piece, table.whole, table.merge].map(u64::from);
+    let [block, piece, whole] = [table.block, table.piece, table.whole].map(u64::from);
+    let [merge, cut] = [table.merge, table.cut].map(u64::from);
     let most = blocks.min(num_cus.unsigned_abs().into());
     let mut best = (whole + blocks * block, 1);
     let mut pieces = 2;
     while pieces <= most {
         let longest = blocks.div_ceil(pieces);
-        let cost = piece + longest * block + pieces * merge;
+        let cost = piece + longest * block + pieces * merge + cut;
         if cost < best.0 {
             best = (cost, pieces);
         }
@@ -148,15 +149,17 @@ mod tests {
     #[test]
     fn cheapest_number_of_pieces_is_that_of_a_scan() {
         let tables = [
-            [16, 3115, 11_330, 15_460, 692],
-            [64, 3435, 8920, 10_040, 381],
-            [1, 1, 0, 0, 0],
-            [1, 7, 7, 0, 3],
-            [3, 1, 16_777_216, 16_777_216, 16_777_216],
-            [16, 1, 16, 16, 1],
-            [16, 16_777_216, 0, 0, 1],
+            [16, 3115, 11_330, 15_460, 692, 0],
+            [16, 3115, 11_330, 15_460, 692, 40_000],
+            [64, 3435, 8920, 10_040, 381, 9000],
+            [1, 1, 0, 0, 0, 0],
+            [1, 1, 0, 0, 0, 100],
+            [1, 7, 7, 0, 3, 50],
+            [3, 1, 16_777_216, 16_777_216, 16_777_216, 16_777_216],
+            [16, 1, 16, 16, 1, 30],
+            [16, 16_777_216, 0, 0, 1, 16_777_216],
         ];
-        for [block_tokens, block, piece, whole, merge] in tables {
+        for [block_tokens, block, piece, whole, merge, cut] in tables {
             let table = CostTable {
                 block_tokens,
                 block,
@@ -164,6 +167,7 @@ mod tests {
                 whole,
                 slot: 5,
                 merge,
+                cut,
             };
             for num_cus in [1, 2, 7, 304] {
                 for length in (0..700).chain([2048, 4095, 4096]) {
@@ -174,6 +178,7 @@ mod tests {
                             u64::from(piece)
                                 + blocks.div_ceil(pieces) * u64::from(block)
                                 + pieces * u64::from(merge)
+                                + u64::from(cut)
                         }
                     };
                     let most = blocks.min(num_cus as u64).max(1);

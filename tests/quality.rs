@@ -104,6 +104,7 @@ fn random_schedule() -> impl Strategy<Value = (CostTable, Vec<i32>, usize, Vec<i
             whole,
             slot,
             merge: 0,
+            cut: 0,
         },
     );
     let row = (
@@ -161,7 +162,7 @@ proptest! {
         block_tokens in 1..70_u32, costs in prop::array::uniform4(0..20_u32), spare in any::<prop::sample::Index>(),
     ) {
         let [block, piece, whole, slot] = costs;
-        let table = CostTable { block_tokens, block, piece, whole, slot, merge: 0 };
+        let table = CostTable { block_tokens, block, piece, whole, slot, merge: 0, cut: 0 };
         // The last block of each row may be short.
         let missing = u32::try_from(spare.index(usize::try_from(block_tokens).unwrap())).unwrap();
         let length = |blocks: &u32| i32::try_from(blocks * block_tokens - missing).unwrap();

@@ -149,14 +149,14 @@ def main() -> None:
     ]
     header = ["heads", "lengths", "rows", *SETTINGS, "rule / balanced", "the same by the table",
               "best of aiter's / balanced", "invariant / balanced"]  # fmt: skip
-    names = ["block_tokens", "block", "piece", "whole", "slot", "merge"]
+    names = ["block_tokens", "block", "piece", "whole", "slot", "merge", "cut"]
     costs = [[heads, *costs.fields] for heads, costs in arguments.tables.items()]
     about = (
         f"Device time in us of decode and merge, bf16, topk {arguments.topk}, L2 written over before each. `rule`, "
         "`no limit` and `one piece per row` are split budgets of the policy `aiter`; `invariant` has pieces of 256 "
         "tokens, or of 1,024 where it says so. `full`: every row has topk tokens; `mixed`: a third has, the others "
         "have 1 to topk, evenly. A ratio above 1 means that the second is faster. `by the table` compares longest "
-        "slots as the cost table has them, merges not included."
+        "slots as the cost table has them, merges and cuts not included."
     )
     stored = "Cost tables, in ns, as `mlaplan tune` stored them in the same run:"
     text = "\n\n".join([about, table(header, lines), summary(header, lines), stored, table(["heads", *names], costs)])

@@ -265,6 +265,12 @@ fn keeps_to_its_policy(case: &Case, made: &Schedule) {
             let aiter = schedule(&case.kv_indptr, &aiter).unwrap();
             let longest = [made, &aiter].map(|made| made.quality(&table).finish_time);
             assert!(longest[0] <= longest[1], "{longest:?} {case:?}");
+            let merges = [made, &aiter].map(|made| made.counts.num_partials > 0);
+            let cut = merges.map(|merges| if merges { u64::from(table.cut) } else { 0 });
+            assert!(
+                longest[0] + cut[0] <= longest[1] + cut[1],
+                "{longest:?} {cut:?} {case:?}"
+            );
         }
         Policy::Invariant { piece_tokens, .. } => {
             assert_eq!(made.counts.num_slots, case.params.num_cus);
@@ -355,6 +361,7 @@ fn finishes_not_before_the_bound(input: &mut Input<'_>, made: &Schedule) {
         whole: cost(),
         slot: cost(),
         merge: cost(),
+        cut: 0, // in no longest slot and in no bound
     });
     for table in &tables {
         let quality = made.quality(table);

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("mlaplan")
 _SAID: set[str] = set()
 _FORMAT = "mlaplan cost table"
-_VERSION = 1
+_VERSION = 2
 _MOST_BYTES = 1 << 16  # a file has less than 1 KiB
 _DTYPES = ("bf16", "fp16", "fp8")
 
@@ -156,7 +156,8 @@ def load(path: Path) -> Calibration | None:
         path: File to read.
 
     Returns:
-        The calibration, None where there is no file.
+        The calibration, None where there is no file. A file of version 1 has no `cut`: it is 0, and the log says so
+        once.
 
     Raises:
         CalibrationError: The file is not what `save` writes.
@@ -168,9 +169,13 @@ def load(path: Path) -> Calibration | None:
     except OSError as error:
         raise CalibrationError(f"{path} cannot be read: {error.strerror or error}") from error
     try:
-        return _calibration(document)
+        found = _calibration(document)
     except (TypeError, ValueError, OverflowError) as error:
         raise CalibrationError(f"{path} is damaged: {error}; remove it or run 'mlaplan tune' again") from error
+    if document["version"] == 1:
+        # Still the kernel's costs, so a service goes on as it did before the upgrade.
+        _say_once(f"{path} is from before the cost 'cut' was measured, so it is taken as 0; 'mlaplan tune' measures it")
+    return found
 
 
 def stored(shape: Shape) -> Calibration | None:
@@ -231,10 +236,14 @@ def cost_table_for(config: PlannerConfig, backend: str, device: Device) -> CostT
         f"policy {config.policy!r}: what works of {heads} heads, q {config.q_dtype}, kv {config.kv_dtype} cost on "
         f"backend {backend!r} is not known here, so the table of {whose} is taken; {advice}"
     )
+    _say_once(message)
+    return taken
+
+
+def _say_once(message: str) -> None:
     if message not in _SAID:
         _SAID.add(message)
         _LOG.warning(message)
-    return taken
 
 
 def _measured(config: PlannerConfig, device: Any, tokens: int) -> CostTable | None:
@@ -292,12 +301,13 @@ def _read(path: Path) -> Any:
 def _calibration(document: Any) -> Calibration:
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise ValueError(f'"format" is not "{_FORMAT}"')
-    if document.get("version") != _VERSION:
-        raise ValueError(f'"version" is {_shown(document.get("version"))}, this release reads {_VERSION}')
+    version = document.get("version")
+    if type(version) is not int or version not in (1, _VERSION):
+        raise ValueError(f'"version" is {_shown(version)}, this release reads 1 and {_VERSION}')
     if document.get("unit") != "ns":
         raise ValueError(f'"unit" is {_shown(document.get("unit"))}, must be "ns"')
     numbers = document.get("table")
-    names = ("block_tokens", "block", "piece", "whole", "slot", "merge")
+    names = ("block_tokens", "block", "piece", "whole", "slot", "merge", *(("cut",) if version > 1 else ()))
     if not isinstance(numbers, dict) or set(numbers) != set(names):
         raise ValueError(f'"table" must hold {", ".join(names)} and nothing else')
     residual = document.get("residual")

@@ -24,7 +24,8 @@ class CostTable:
     """What works cost on one kernel, in one unit, whatever it is.
 
     A slot with works costs `slot`; a work costs `whole` or `piece` and `block` for each block it begins, counted from
-    the work's first token; a row that is cut costs `merge` per piece in the merge.
+    the work's first token; a row that is cut costs `merge` per piece in the merge,
+    and a batch with any row that is cut costs `cut` once.
 
     Attributes:
         block_tokens: KV tokens of a block: what the kernel reads at a time. 1 to 2**31 - 1.
@@ -33,7 +34,8 @@ class CostTable:
             row never makes the rest dearer.
         whole: Fixed cost of a row that is not cut.
         slot: Cost of a slot that has works.
-        merge: Cost of merging one piece. No cost is above 2**24.
+        merge: Cost of merging one piece.
+        cut: Cost of having anything to merge, however much it is. No cost is above 2**24.
 
     Raises:
         TypeError: A field is not a whole number.
@@ -46,6 +48,7 @@ class CostTable:
     whole: int
     slot: int = 0
     merge: int = 0
+    cut: int = 0
 
     def __post_init__(self) -> None:
         """Checks every field."""
@@ -75,14 +78,16 @@ class CostTable:
     @staticmethod
     def of(table: _core.CostTable) -> CostTable:
         """The same table as the core has it."""
-        tokens, block, piece, whole, slot, merge = table.fields
-        return CostTable(block_tokens=tokens, block=block, piece=piece, whole=whole, slot=slot, merge=merge)
+        tokens, block, piece, whole, slot, merge, cut = table.fields
+        return CostTable(block_tokens=tokens, block=block, piece=piece, whole=whole, slot=slot, merge=merge, cut=cut)
 
     @property
     def core(self) -> _core.CostTable:
         """The same table for the core."""
-        tokens, block, piece, whole, slot, merge = self.fields
-        return _core.CostTable(block_tokens=tokens, block=block, piece=piece, whole=whole, slot=slot, merge=merge)
+        tokens, block, piece, whole, slot, merge, cut = self.fields
+        return _core.CostTable(
+            block_tokens=tokens, block=block, piece=piece, whole=whole, slot=slot, merge=merge, cut=cut
+        )
 
     def finish_time(self, work_indptr: Int32Array, work_info: Int32Array) -> int:
         """Cost of the longest slot of a schedule; see `mlaplan._core.CostTable.finish_time`."""
@@ -93,9 +98,9 @@ class CostTable:
         return self.core.lower_bound(row_lengths, num_slots, fold=fold)
 
     @property
-    def fields(self) -> tuple[int, int, int, int, int, int]:
-        """The six numbers, in the order of the attributes."""
-        return self.block_tokens, self.block, self.piece, self.whole, self.slot, self.merge
+    def fields(self) -> tuple[int, int, int, int, int, int, int]:
+        """The seven numbers, in the order of the attributes."""
+        return self.block_tokens, self.block, self.piece, self.whole, self.slot, self.merge, self.cut
 
     def blocks(self, tokens: int) -> int:
         """Blocks that a work of `tokens` tokens begins."""
@@ -150,8 +155,9 @@ DEFAULT = CostTable.named("bf16 16")
 """What is taken where nothing is known of a kernel: the counts of aiter's bfloat16 kernel of 16 heads."""
 
 # `mlaplan tune` on one H200, 2026-11-30, see docs/results: 16 heads on 132 slots, and 128 heads on 66, in nanoseconds.
-_PORTABLE_FEW = CostTable(block_tokens=64, block=2606, piece=1650, whole=1503, slot=4848, merge=243)
-_PORTABLE_MANY = CostTable(block_tokens=64, block=1966, piece=5344, whole=7678, slot=6515, merge=221)
+_PORTABLE_FEW = CostTable(block_tokens=64, block=2612, piece=1849, whole=1508, slot=4890, merge=296, cut=12_591)
+# `cut` read off 256 full rows in docs/results (time-policies): 13 us longer for a longest slot 3 us shorter.
+_PORTABLE_MANY = CostTable(block_tokens=64, block=2025, piece=5855, whole=3830, slot=5917, merge=1278, cut=15_500)
 
 
 def portable_default(heads: int, block_tokens: int) -> CostTable:
@@ -163,4 +169,5 @@ def portable_default(heads: int, block_tokens: int) -> CostTable:
     """
     table = _PORTABLE_FEW if heads <= 32 else _PORTABLE_MANY
     block = max(1, table.block * block_tokens // table.block_tokens)
-    return replace(table, block_tokens=block_tokens, block=block)
+    # A smaller block makes the rest of a cut row dearer than the row; the policies rely on it that it is not.
+    return replace(table, block_tokens=block_tokens, block=block, piece=min(table.piece, table.whole + block))

@@ -5,25 +5,31 @@ Every slot of a load has the same content, so the time of the launch is the time
     decode = launch + slot + wholes * whole + pieces * piece + blocks * block       slot: where there are works
     merge  = launch + pieces of a row * merge
 
-Both by least squares of the relative difference. `tuning_gpu.py` has the loads that run; nothing here needs a GPU.
+Both by least squares of the relative difference. What it costs to have a merge at all shows in none of these: it is
+what the balanced fill of a few batches takes longer than aiter's walk, which leaves their rows whole, less what the
+table says of their longest slots. `tuning_gpu.py` has what runs; nothing here needs a GPU.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from mlaplan import _core
 from mlaplan.costs import CostTable
 
 FloatArray = npt.NDArray[np.float64]
 
 # Above this the model does not describe the kernel, or the GPU is busy with something else.
 MOST_RESIDUAL = 0.25
+# Full rows per slot: so near a whole number that aiter's walk leaves all rows whole, so far that cutting may gain.
+_ROWS_PER_SLOT = (1.9, 1.94, 2.9, 3.9)
 
 
 class TuningError(RuntimeError):
@@ -52,6 +58,21 @@ class Sample(NamedTuple):
 
     load: Load
     time: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two schedules of one batch on as many slots.
+
+    Attributes:
+        whole: aiter's, which cuts no row.
+        cut: The balanced one by a table in which a cut costs nothing; it cuts some.
+        longer: What the table says the longest slot of `cut` costs more than that of `whole`, mostly less than 0.
+    """
+
+    whole: _core.Schedule
+    cut: _core.Schedule
+    longer: int
 
 
 class Fit(NamedTuple):
@@ -145,6 +166,67 @@ def fit(samples: Iterable[Sample], *, block_tokens: int) -> Fit:
             f"{100 * MOST_RESIDUAL:.0f}%: is the GPU busy with something else?"
         )
     return Fit(table, launch, residual, float(np.max(np.abs(differences))), notes)
+
+
+def pairs(num_slots: int, row_tokens: int, table: CostTable) -> list[Pair]:
+    """Batches of full rows that one schedule leaves whole and another cuts.
+
+    Args:
+        num_slots: Slots to fill.
+        row_tokens: Tokens of a row.
+        table: A fitted table; its `cut` is not used.
+
+    Returns:
+        Up to four, of at most 4 rows per slot. Those that are cut are as they would be if a work cost its blocks alone:
+        a table by which cutting gains nothing tells less than one by which it does, but needs `cut` no less.
+    """
+    found = []
+    free = replace(table, cut=0).core
+    blocks_alone = replace(table, piece=0, whole=0, cut=0).core
+    for rows_per_slot in _ROWS_PER_SLOT:
+        indptr = np.arange(int(rows_per_slot * num_slots) + 1, dtype=np.int32) * np.int32(row_tokens)
+        whole = _core.schedule(indptr, num_cus=num_slots)
+        cut = _core.schedule(indptr, num_cus=num_slots, policy="balanced", cost_table=blocks_alone)
+        if whole.num_partials == 0 and cut.num_partials > 0:
+            longest = [free.finish_time(made.work_indptr, made.work_info.reshape(-1)) for made in (cut, whole)]
+            found.append(Pair(whole, cut, longest[0] - longest[1]))
+    return found
+
+
+def with_cut(fitted: Fit, pairs: Iterable[Pair], time: Callable[[_core.Schedule], float]) -> Fit:
+    """Adds what it costs to have anything to merge to a fitted table.
+
+    Args:
+        fitted: The rest of the table.
+        pairs: Schedules to time, of that table.
+        time: Returns the time of decode and merge of a schedule in nanoseconds.
+
+    Returns:
+        The fit with `cut` in its table: the median over the pairs of what cutting takes longer than the table says, and
+        at least 0. Without pairs, as for a single slot, it is 0, and a note says so.
+
+    Raises:
+        TuningError: The times are no times, or `cut` comes out larger than a table may hold.
+    """
+    extra = []
+    for pair in pairs:
+        times = [float(time(made)) for made in (pair.cut, pair.whole)]
+        for taken in times:
+            if not (math.isfinite(taken) and taken > 0):
+                raise TuningError(f"a schedule of {len(pair.whole.work_info)} rows took {taken} ns, which is no time")
+        extra.append(times[0] - times[1] - pair.longer)
+    if not extra:
+        note = "cut was taken as 0: there is no batch to measure it by"
+        return fitted._replace(notes=(*fitted.notes, note))
+    cut = statistics.median(extra)
+    notes = fitted.notes
+    if cut < -0.5:
+        notes = (*notes, f"cut came out as {cut:.1f} ns and was taken as 0")
+    try:
+        table = replace(fitted.table, cut=max(0, round(cut)))
+    except ValueError as error:
+        raise TuningError(f"these times make no table: {error}") from error
+    return fitted._replace(table=table, notes=notes)
 
 
 def _decode_terms(load: Load) -> list[float]:

@@ -17,9 +17,9 @@ from mlaplan.calibration import Calibration, Shape
 from mlaplan.config import PlannerConfig
 from mlaplan.device.torch import TorchDevice
 from mlaplan.planner import Planner
-from mlaplan.tuning import Fit, Load, decode_loads, fit, measure, merge_loads
+from mlaplan.tuning import Fit, Load, decode_loads, fit, measure, merge_loads, pairs, with_cut
 
-_MOST_WORKS = 4  # works of a slot
+_MOST_WORKS = 4  # works of a slot, and whole rows per slot
 _TOKENS = 2048  # of the longest work
 _FLUSH_BYTES = 128 << 20  # more than the last-level cache of any GPU this runs on, so that KV comes from memory
 _MOST_POOL_SLOTS = 1 << 20  # KV slots; a larger pool is no colder
@@ -80,6 +80,22 @@ class Bench:
         """Device time of decode and merge of a load in nanoseconds, KV in memory."""
         self._set(load)
         return self._graph_ns(self._decode) - self._flush_only
+
+    def time_schedule(self, made: _core.Schedule) -> float:
+        """Device time of decode and merge of a schedule of full rows in nanoseconds, KV in memory."""
+        self._set_schedule(made)
+        return self._graph_ns(self._decode) - self._flush_only
+
+    def _set_schedule(self, made: _core.Schedule) -> None:
+        """Writes a schedule of no more rows than the bench has, in as many slots."""
+        arrays = self._plan.arrays
+        works = np.zeros((arrays.work_info.shape[0], 8), np.int32)
+        works[: len(made.work_info)] = made.work_info
+        ends = np.full(arrays.reduce_indptr.shape[0], made.num_partials, np.int32)
+        ends[: len(made.reduce_indptr)] = made.reduce_indptr
+        self._device.store(arrays.work_info, works)
+        self._device.store(arrays.work_indptr, made.work_indptr.copy())  # torch warns of arrays that are read-only
+        self._device.store(arrays.reduce_indptr, ends)
 
     def _pool(self, config: PlannerConfig, generator: torch.Generator) -> torch.Tensor:
         size = 1 if config.kv_dtype == "fp8" else 2
@@ -169,6 +185,8 @@ def tune(
     bench = Bench(bench_config, device)
     loads = decode_loads(_TOKENS // tile.tokens, most_works=_MOST_WORKS) + merge_loads(slots, 64)
     fitted = fit(measure(bench.time, watch(loads)), block_tokens=tile.tokens)
+    # What is timed here depends on the table, so no progress bar can count it; it takes about a second.
+    fitted = with_cut(fitted, pairs(slots, _TOKENS, fitted.table), bench.time_schedule)
     calibration = Calibration(
         shape=shape_of(device, settings),
         table=fitted.table,

@@ -31,8 +31,8 @@ pub(super) struct CostTable(Costs);
 impl CostTable {
     #[new]
     #[pyo3(
-        signature = (*, block_tokens, block, piece, whole, slot, merge=Number::Whole(0)),
-        text_signature = "(*, block_tokens, block, piece, whole, slot, merge=0)"
+        signature = (*, block_tokens, block, piece, whole, slot, merge=Number::Whole(0), cut=Number::Whole(0)),
+        text_signature = "(*, block_tokens, block, piece, whole, slot, merge=0, cut=0)"
     )]
     fn new(
         block_tokens: Number,
@@ -41,8 +41,9 @@ impl CostTable {
         whole: Number,
         slot: Number,
         merge: Number,
+        cut: Number,
     ) -> PyResult<Self> {
-        costs([block_tokens, block, piece, whole, slot, merge]).map(Self)
+        costs([block_tokens, block, piece, whole, slot, merge, cut]).map(Self)
     }
 
     #[staticmethod]
@@ -85,6 +86,11 @@ impl CostTable {
     }
 
     #[getter]
+    fn cut(&self) -> u32 {
+        self.0.cut
+    }
+
+    #[getter]
     fn fields<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         let table = &self.0;
         let fields = [
@@ -94,6 +100,7 @@ impl CostTable {
             table.whole,
             table.slot,
             table.merge,
+            table.cut,
         ];
         PyTuple::new(py, fields)
     }
@@ -138,15 +145,16 @@ impl CostTable {
             whole,
             slot,
             merge,
+            cut,
         } = self.0;
         format!(
-            "CostTable(block_tokens={block_tokens}, block={block}, piece={piece}, whole={whole}, slot={slot}, merge={merge})"
+            "CostTable(block_tokens={block_tokens}, block={block}, piece={piece}, whole={whole}, slot={slot}, merge={merge}, cut={cut})"
         )
     }
 }
 
-fn costs(fields: [Number; 6]) -> PyResult<Costs> {
-    let [block_tokens, block, piece, whole, slot, merge] = fields;
+fn costs(fields: [Number; 7]) -> PyResult<Costs> {
+    let [block_tokens, block, piece, whole, slot, merge, cut] = fields;
     let block_tokens = block_tokens.uint32("block_tokens")?;
     if block_tokens == 0 {
         let rule = Rule::AtLeast(1);
@@ -164,14 +172,15 @@ fn costs(fields: [Number; 6]) -> PyResult<Costs> {
         whole: whole.uint32("whole")?,
         slot: slot.uint32("slot")?,
         merge: merge.uint32("merge")?,
+        cut: cut.uint32("cut")?,
     })
 }
 
-/// A cost table as an argument: the object, or its six numbers.
+/// A cost table as an argument: the object, or its seven numbers.
 #[derive(Debug)]
 pub(super) enum CostsArgument {
     Table(Costs),
-    Fields(Box<[Number; 6]>),
+    Fields(Box<[Number; 7]>),
     /// Something else, of that type.
     Other(String),
 }
@@ -183,14 +192,15 @@ impl<'py> FromPyObject<'_, 'py> for CostsArgument {
         if let Ok(table) = value.cast::<CostTable>() {
             return Ok(Self::Table(table.get().0));
         }
-        match value.extract::<(Number, Number, Number, Number, Number, Number)>() {
-            Ok((block_tokens, block, piece, whole, slot, merge)) => Ok(Self::Fields(Box::new([
+        match value.extract::<(Number, Number, Number, Number, Number, Number, Number)>() {
+            Ok((block_tokens, block, piece, whole, slot, merge, cut)) => Ok(Self::Fields(Box::new([
                 block_tokens,
                 block,
                 piece,
                 whole,
                 slot,
                 merge,
+                cut,
             ]))),
             Err(_) => Ok(Self::Other(value.get_type().name()?.to_string())),
         }
@@ -203,7 +213,7 @@ impl CostsArgument {
             Self::Table(table) => Ok(table),
             Self::Fields(fields) => costs(*fields),
             Self::Other(kind) => Err(PyTypeError::new_err(format!(
-                "cost_table must be a CostTable or a tuple (block_tokens, block, piece, whole, slot, merge), not {kind}"
+                "cost_table must be a CostTable or a tuple (block_tokens, block, piece, whole, slot, merge, cut), not {kind}"
             ))),
         }
     }

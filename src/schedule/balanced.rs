@@ -5,9 +5,8 @@
 
 use super::EmptyRows;
 use super::Variant;
-use super::cost::CostTable;
 use super::demand::Demand;
-use super::prices::{Divisor, Prices};
+use super::prices::Prices;
 use super::search::Search;
 use super::sink::{Placer, Sink, Writer};
 use super::walk::Walk;
@@ -15,67 +14,98 @@ use super::walk::Walk;
 /// Candidates for the capacity of a slot.
 pub(super) const CANDIDATES: u64 = 64;
 
-/// Returns the cost that every slot is filled up to, `None` where aiter's own walk ends earlier than the fill would.
-pub(super) fn capacity(kv_indptr: &[i32], fold: usize, demand: &Demand, table: &CostTable) -> Option<u64> {
-    let prices = Prices::of(table);
+/// Returns the cost that every slot is filled up to, `None` for aiter's own walk, where that
+/// ends earlier than the fill would, or cuts nothing and ends no later than the fill and `cut`.
+///
+/// `hint` is what was found for the batch before, if any, and becomes what is found for this one. It says where to look first:
+/// the result does not depend on it.
+pub(super) fn capacity(
+    kv_indptr: &[i32],
+    fold: usize,
+    demand: &Demand,
+    prices: &Prices,
+    hint: &mut Option<u64>,
+) -> Option<u64> {
     let slots = demand.num_slots as u64;
     if slots == 0 {
         return None;
     }
     let Prices {
         block, piece, whole, ..
-    } = prices;
+    } = *prices;
     let rows = prices.survey(kv_indptr);
-    let total = (rows.blocks * block + rows.live * whole) * fold as u64;
+    let blocks = rows.blocks * fold as u64;
+    let total = blocks * block + demand.live_tiles * whole;
     let low = total.div_ceil(slots).max(piece + block);
     let span = whole.max(2 * piece) + block + piece.saturating_sub(whole);
     let step = span.div_ceil(CANDIDATES - 1).max(1);
+    // Some slot takes as many blocks as the mean, in works of which one at least is paid for.
+    let mean = piece.min(whole) + blocks.div_ceil(slots) * block;
     // A tile of one block cannot be cut.
-    let from = if rows.has_single {
-        (whole + block).saturating_sub(low).div_ceil(step)
-    } else {
-        0
-    };
+    let single = if rows.has_single { whole + block } else { 0 };
+    let candidate = |cost: u64| cost.saturating_sub(low).div_ceil(step);
     let search = Search {
         kv_indptr,
         fold,
         slots,
-        prices: &prices,
+        prices,
         low,
         step,
         total,
         longest: rows.longest,
-        from,
+        has_single: rows.has_single,
+        from: candidate(mean.max(single)),
     };
-    let least = search.least_feasible(guess(demand, fold, kv_indptr.len() - 1, &prices) / step);
-    let found = low + least * step;
-    let is_beaten = is_aiter_below(found, kv_indptr, fold, demand.blocks_per_slot, &prices);
-    (!is_beaten).then_some(found)
+    let is_beaten = |cost| {
+        let limits = [cost + prices.cut, cost];
+        is_aiter_below(limits, kv_indptr, fold, demand.blocks_per_slot, prices)
+    };
+    // Then nothing that could be found is below it. Seen soon if it is not so, and saves the search where rows stay whole.
+    let least = low + search.from * step;
+    if is_beaten(least) {
+        return None;
+    }
+    let first = match *hint {
+        Some(cost) => candidate(cost).saturating_sub(2),
+        // Few tiles have few ways to lie: the least that is possible often is.
+        None if 6 * demand.live_tiles <= slots => 0,
+        None => (guess(demand, prices) / step).saturating_sub(2),
+    };
+    let found = low + search.least_feasible(first) * step;
+    *hint = Some(found);
+    (found == least || !is_beaten(found)).then_some(found)
 }
 
 /// Returns about how much more than its even share a slot costs.
 ///
 /// A boundary between slots that cuts a row costs a piece and, on average, half a block that does not fit; the first cut of a
 /// row saves the difference between a whole row and a piece.
-fn guess(demand: &Demand, fold: usize, rows: usize, prices: &Prices) -> u64 {
+fn guess(demand: &Demand, prices: &Prices) -> u64 {
     let slots = demand.num_slots as u64;
-    let cut = slots.min((rows * fold) as u64);
-    let saved = prices.whole.saturating_sub(prices.piece) * cut / slots;
+    let saved = prices.whole.saturating_sub(prices.piece) * slots.min(demand.live_tiles) / slots;
     (prices.piece + prices.block / 2).saturating_sub(saved)
 }
 
-/// Whether every slot of aiter's walk costs less than `limit`.
-fn is_aiter_below(limit: u64, kv_indptr: &[i32], fold: usize, blocks_per_slot: i64, prices: &Prices) -> bool {
+/// Whether every slot of aiter's walk costs less than the first limit where it cuts no tile, than the second where it does.
+fn is_aiter_below(
+    [uncut, cut]: [u64; 2],
+    kv_indptr: &[i32],
+    fold: usize,
+    blocks_per_slot: i64,
+    prices: &Prices,
+) -> bool {
     let bill = Bill {
         prices,
         slot: 0,
         longest: 0,
+        limit: uncut,
+        limit_cut: cut,
     };
     let mut walk = Walk::new(bill, blocks_per_slot, Variant::Parallel, EmptyRows::Skip);
     for bounds in kv_indptr.windows(2).filter(|bounds| bounds[0] < bounds[1]) {
         for _ in 0..fold {
             walk.place_live(0, bounds[0], bounds[1]);
-            if walk.sink.longest >= limit {
+            if walk.sink.longest >= walk.sink.limit {
                 return false;
             }
         }
@@ -89,6 +119,9 @@ struct Bill<'a> {
     prices: &'a Prices,
     slot: u64,
     longest: u64,
+    /// What no slot may reach: `limit_cut` once a tile was cut, which is not above what it was before.
+    limit: u64,
+    limit_cut: u64,
 }
 
 impl Bill<'_> {
@@ -107,6 +140,7 @@ impl Sink for Bill<'_> {
 
     #[inline]
     fn piece(&mut self, _tile: i32, from: i32, to: i32, _end: i32) {
+        self.limit = self.limit_cut;
         self.add(self.prices.piece, to - from);
     }
 
@@ -117,130 +151,85 @@ impl Sink for Bill<'_> {
 }
 
 /// The fill under a capacity that is feasible, written out.
-///
-/// The room of the open slot less `piece` is kept as whole blocks, which may be negative, and a rest below a block: then a
-/// cut needs no division, and what it leaves is the same rest each time.
 #[derive(Debug)]
 pub(super) struct Balanced<'a> {
     pub(super) writer: Writer<'a>,
-    tokens: Divisor,
-    block: i64,
-    whole: Cost,
-    /// What a whole row costs more than a piece; negative where it costs less.
-    more: Cost,
-    empty: Cost,
-    after_piece: Cost,
-    after_whole: Cost,
-    longest_whole: i64,
-    room: Cost,
-}
-
-/// Whole blocks and a rest of less than one.
-#[derive(Debug, Clone, Copy)]
-struct Cost {
-    blocks: i64,
-    rest: i64,
-}
-
-impl Cost {
-    fn of(cost: i64, block: i64) -> Self {
-        Self {
-            blocks: cost.div_euclid(block),
-            rest: cost.rem_euclid(block),
-        }
-    }
-
-    /// The same with fewer blocks.
-    #[inline]
-    fn without(self, blocks: i64) -> Self {
-        Self {
-            blocks: self.blocks - blocks,
-            ..self
-        }
-    }
+    prices: Prices,
+    capacity: u64,
+    /// Blocks of a piece that fills a slot, and their tokens: those that a row may have, for where they are more no row is cut.
+    most: u64,
+    most_tokens: i32,
+    room: u64,
 }
 
 impl<'a> Balanced<'a> {
-    pub(super) fn new(writer: Writer<'a>, capacity: u64, table: &CostTable) -> Self {
-        let [block, piece, whole] = [table.block, table.piece, table.whole].map(i64::from);
-        let capacity = capacity.cast_signed();
-        let cost = |cost| Cost::of(cost, block);
+    pub(super) fn new(writer: Writer<'a>, capacity: u64, prices: &Prices) -> Self {
+        let most = prices.most(capacity);
         Self {
             writer,
-            tokens: Divisor::new(table.block_tokens),
-            block,
-            whole: cost(whole),
-            more: cost(whole - piece),
-            empty: cost(capacity - piece),
-            after_piece: cost(capacity - 2 * piece),
-            after_whole: cost(capacity - piece - whole),
-            longest_whole: cost(capacity - whole).blocks,
-            room: cost(capacity - piece),
+            prices: *prices,
+            capacity,
+            most,
+            most_tokens: i32::try_from(most.saturating_mul(prices.block_tokens())).unwrap_or(i32::MAX),
+            room: capacity,
         }
     }
 
     /// Places a row in two or more pieces: `head` blocks into the open slot, the others into fresh slots.
     #[inline]
-    fn cut(&mut self, tile: i32, start: i32, end: i32, blocks: i64, head: i64) {
-        let most = self.empty.blocks.min(blocks - 1);
-        let mut left = blocks;
-        let mut from = start;
+    fn cut(&mut self, tile: i32, start: i32, end: i32, blocks: u64, head: u64) {
+        let (mut left, mut from) = (blocks, start);
         if head > 0 {
-            from = start + self.tokens_of(head);
+            from = start + self.prices.tokens(head);
             self.writer.piece(tile, start, from, end);
             left -= head;
-        }
-        let full = self.tokens_of(most);
-        while left > most {
+        } else if blocks <= self.most {
+            // It would fit as a single piece, but a row that is cut has two.
             self.writer.open_slot();
-            let to = from + full;
+            from = start + self.prices.tokens(blocks - 1);
+            self.writer.piece(tile, start, from, end);
+            left = 1;
+        }
+        while left > self.most {
+            self.writer.open_slot();
+            let to = from + self.most_tokens;
             self.writer.piece(tile, from, to, end);
             from = to;
-            left -= most;
+            left -= self.most;
         }
         // The last block may be short, so the end of the row is not `from` plus whole blocks.
         self.writer.open_slot();
         self.writer.piece(tile, from, end, end);
-        self.room = self.after_piece.without(left);
-    }
-
-    /// Tokens in `blocks` whole blocks that lie inside a row.
-    #[expect(
-        clippy::cast_possible_truncation,
-        reason = "less than the row's length, which is an i32"
-    )]
-    #[inline]
-    fn tokens_of(&self, blocks: i64) -> i32 {
-        (blocks * self.tokens.by.cast_signed()) as i32
+        self.room = self.capacity - self.prices.piece - left * self.prices.block;
     }
 }
 
 impl Placer for Balanced<'_> {
     #[inline]
     fn place(&mut self, tile: i32, start: i32, end: i32) {
-        let blocks = self.tokens.blocks(end - start).cast_signed();
-        let Cost { blocks: room, rest } = self.room;
-        if blocks + self.more.blocks + i64::from(rest < self.more.rest) <= room {
+        let blocks = self.prices.blocks(end - start);
+        let cost = self.prices.whole + blocks * self.prices.block;
+        if cost <= self.room {
             self.writer.whole(tile, start, end);
-            let rest = rest - self.whole.rest;
-            let borrow = i64::from(rest < 0);
-            self.room = Cost {
-                blocks: room - blocks - self.whole.blocks - borrow,
-                rest: rest + self.block * borrow,
-            };
+            self.room -= cost;
             return;
         }
-        let head = room.min(blocks - 1);
-        if head <= 0 && blocks <= self.longest_whole {
+        let head = self.prices.most(self.room).min(blocks - 1);
+        if head == 0 && cost <= self.capacity {
             self.writer.open_slot();
             self.writer.whole(tile, start, end);
-            self.room = self.after_whole.without(blocks);
+            self.room = self.capacity - cost;
         } else {
             self.cut(tile, start, end, blocks, head);
         }
     }
 
-    fn writer(&self) -> &Writer<'_> {
-        &self.writer
+    #[inline]
+    fn num_partials(&self) -> i32 {
+        self.writer.num_partials()
+    }
+
+    fn finish(self) -> (usize, usize) {
+        self.writer.finish()
     }
 }

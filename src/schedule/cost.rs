@@ -34,6 +34,11 @@ pub struct CostTable {
     /// once, and a piece costs it the 2 KiB that are written (512 values of 32 bits) and read back, at the price that the
     /// decode pays for the bytes of a block: `block * 4096 / (block_tokens * bytes of a token's KV)`.
     pub merge: u32,
+    /// Cost of having anything to merge, however much it is. It weighs once per batch, where a schedule that cuts rows is
+    /// compared with one that cuts none, and where a split budget is chosen.
+    ///
+    /// In the tables of aiter's kernels it is 0, which is an assumption: its merge is launched either way.
+    pub cut: u32,
 }
 
 impl CostTable {
@@ -45,6 +50,7 @@ impl CostTable {
         whole: 16,
         slot: 0,
         merge: 0,
+        cut: 0,
     };
     /// bf16 query and KV, 16 heads, gfx942 and gfx950.
     pub const BF16_HEADS_16: Self = Self::counted(16, 3115, 11_330, 15_460, 2);
@@ -69,6 +75,7 @@ impl CostTable {
             whole,
             slot: 310,
             merge: block * 4096 / bytes,
+            cut: 0,
         }
     }
 
@@ -110,6 +117,7 @@ impl CostTable {
         check("whole", self.whole, 0, MAX_COST)?;
         check("slot", self.slot, 0, MAX_COST)?;
         check("merge", self.merge, 0, MAX_COST)?;
+        check("cut", self.cut, 0, MAX_COST)?;
         check("piece", self.piece, 0, MAX_COST.min(self.whole + self.block))
     }
 }
@@ -188,6 +196,7 @@ mod tests {
         assert_eq!(refused(|t| t.piece = 18), "piece is 18, must be at most 17");
         assert!(refused(|t| t.whole = MAX_COST + 1).starts_with("whole is 16777217"));
         assert!(refused(|t| t.merge = u32::MAX).starts_with("merge is"));
+        assert!(refused(|t| t.cut = MAX_COST + 1).starts_with("cut is 16777217"));
         assert!(refused(|t| t.slot = u32::MAX).starts_with("slot is"));
         assert!(refused(|t| t.block = u32::MAX).starts_with("block is"));
     }

@@ -10,10 +10,15 @@ pub(super) fn blocks_of(length: i32) -> i32 {
     length / BLOCK_TOKENS + i32::from(length % BLOCK_TOKENS != 0)
 }
 
+/// Rows whose sums are taken in 32 bits.
+pub(super) const CHUNK: usize = 1 << 16;
+
 /// What a batch asks of the slots.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Demand {
     pub(super) tiles: usize,
+    /// Tiles that are not empty.
+    pub(super) live_tiles: u64,
     pub(super) num_slots: usize,
     /// aiter's even share of the blocks.
     pub(super) blocks_per_slot: i64,
@@ -62,6 +67,7 @@ impl Demand {
         let blocks_per_slot = (total + divisor - 1) / divisor;
         Ok(Self {
             tiles,
+            live_tiles: (live_rows * fold).unsigned_abs(),
             num_slots: usize::try_from(num_slots).unwrap_or(params.num_cus),
             blocks_per_slot,
             max_works: usize::try_from(max_works).unwrap_or(0),
@@ -123,14 +129,22 @@ fn sum_rows(kv_indptr: &[i32]) -> Result<(i64, i64), PlanError> {
             expected: Expected::AtLeast(1),
         });
     };
-    // No branch in the loop, so that it is vectorised; what is wrong is looked up afterwards.
+    // No branch in the loop, so that it is vectorised; what is wrong is looked up afterwards. The sums of a chunk fit 32 bits, of
+    // which a register holds more: all rows together have less than 2^31 tokens.
     let mut ordered = first >= 0;
-    let mut blocks = 0_i64;
-    let mut live_rows = 0_i64;
-    for (&start, &end) in kv_indptr.iter().zip(ends) {
-        ordered &= start <= end;
-        blocks += i64::from(blocks_of(end.wrapping_sub(start)));
-        live_rows += i64::from(start != end);
+    let (mut blocks, mut live_rows) = (0_i64, 0_i64);
+    for (starts, ends) in kv_indptr.chunks(CHUNK).zip(ends.chunks(CHUNK)) {
+        let (mut chunk_blocks, mut chunk_live) = (0_u32, 0_u32);
+        for (&start, &end) in starts.iter().zip(ends) {
+            let length = end.wrapping_sub(start).cast_unsigned();
+            ordered &= start <= end;
+            chunk_blocks = chunk_blocks.wrapping_add(
+                length.wrapping_add(BLOCK_TOKENS.unsigned_abs() - 1) / BLOCK_TOKENS.unsigned_abs(),
+            );
+            chunk_live += u32::from(length != 0);
+        }
+        blocks += i64::from(chunk_blocks);
+        live_rows += i64::from(chunk_live);
     }
     if ordered {
         return Ok((blocks, live_rows));

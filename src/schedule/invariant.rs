@@ -111,7 +111,12 @@ impl Placer for Invariant<'_> {
         self.before += self.prices.work(end - from, false);
     }
 
-    fn writer(&self) -> &Writer<'_> {
-        &self.writer
+    #[inline]
+    fn num_partials(&self) -> i32 {
+        self.writer.num_partials()
+    }
+
+    fn finish(self) -> (usize, usize) {
+        self.writer.finish()
     }
 }

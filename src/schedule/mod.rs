@@ -12,6 +12,7 @@ mod balanced;
 pub mod cost;
 mod demand;
 mod invariant;
+mod lanes;
 mod prices;
 pub mod quality;
 mod safety;
@@ -23,6 +24,7 @@ mod write;
 pub use cost::CostTable;
 pub use safety::{check, first_unsafe_work, is_safe};
 pub use write::write_schedule;
+pub(crate) use write::write_schedule_near;
 
 use crate::support::Arch;
 use crate::{PlanError, Rule};

@@ -1,6 +1,7 @@
 //! A cost table made ready for many questions.
 
 use super::cost::CostTable;
+use super::demand::CHUNK;
 
 /// Division by a number that stays the same, as a multiplication and a shift.
 #[derive(Debug, Clone, Copy)]
@@ -27,20 +28,16 @@ impl Divisor {
     }
 
     /// `n / by` for `n` below 2^32.
-    #[expect(clippy::cast_possible_truncation, reason = "not above `n`")]
     #[inline]
     pub(super) fn narrow(self, n: u64) -> u64 {
-        ((u128::from(n) * u128::from(self.factor)) >> 63) as u64
+        // Twice `n`, so that the upper half of the product is all there is to take.
+        ((u128::from(2 * n) * u128::from(self.factor)) >> 64) as u64
     }
 
     /// `tokens / by`, rounded up.
     #[inline]
     pub(super) fn blocks(self, tokens: i32) -> u64 {
-        let above = u64::from(tokens.unsigned_abs()) + self.by - 1;
-        match self.shift {
-            Some(shift) => above >> shift,
-            None => self.narrow(above),
-        }
+        self.narrow(u64::from(tokens.cast_unsigned()) + self.by - 1)
     }
 
     /// `n / by` for any `n`, if `by` is at most 2^24.
@@ -58,6 +55,7 @@ pub(super) struct Prices {
     pub(super) block: u64,
     pub(super) piece: u64,
     pub(super) whole: u64,
+    pub(super) cut: u64,
 }
 
 impl Prices {
@@ -68,6 +66,7 @@ impl Prices {
             block: table.block.into(),
             piece: table.piece.into(),
             whole: table.whole.into(),
+            cut: table.cut.into(),
         }
     }
 
@@ -97,18 +96,37 @@ impl Prices {
         }
     }
 
+    /// Tokens of a block.
+    pub(super) fn block_tokens(&self) -> u64 {
+        self.tokens.by
+    }
+
+    /// Tokens in `blocks` whole blocks that lie inside a row.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "less than the row's length, which is an i32"
+    )]
+    #[inline]
+    pub(super) fn tokens(&self, blocks: u64) -> i32 {
+        (blocks * self.tokens.by) as i32
+    }
+
+    /// Blocks that so much pays for.
+    #[inline]
+    pub(super) fn in_blocks(&self, cost: u64) -> u64 {
+        self.blocks.wide(cost)
+    }
+
     /// Blocks that a piece of cost `room` may have.
     #[inline]
     pub(super) fn most(&self, room: u64) -> u64 {
-        self.blocks.wide(room.saturating_sub(self.piece))
+        self.in_blocks(room.saturating_sub(self.piece))
     }
 }
 
 /// The rows of a batch, before folding.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Survey {
-    /// Rows that are not empty.
-    pub(super) live: u64,
     pub(super) blocks: u64,
     /// Blocks of the longest row.
     pub(super) longest: u64,
@@ -118,18 +136,19 @@ pub(super) struct Survey {
 
 #[inline]
 fn survey(kv_indptr: &[i32], blocks_of: impl Fn(u32) -> u32) -> Survey {
-    let (mut live, mut blocks, mut longest, mut single) = (0_u64, 0_u64, 0_u32, 0_u64);
-    for (&start, &end) in kv_indptr.iter().zip(&kv_indptr[1..]) {
-        let row = blocks_of((end - start).unsigned_abs());
-        live += u64::from(row != 0);
-        single += u64::from(row == 1);
-        blocks += u64::from(row);
-        longest = longest.max(row);
+    let mut all = Survey::default();
+    // The sums of a chunk fit 32 bits: all rows together have less than 2^31 tokens, and a row no more blocks.
+    for (starts, ends) in kv_indptr.chunks(CHUNK).zip(kv_indptr[1..].chunks(CHUNK)) {
+        let (mut blocks, mut longest, mut has_single) = (0_u32, 0_i32, false);
+        for (&start, &end) in starts.iter().zip(ends) {
+            let row = blocks_of((end - start).cast_unsigned());
+            blocks += row;
+            longest = longest.max(row.cast_signed());
+            has_single |= row == 1;
+        }
+        all.blocks += u64::from(blocks);
+        all.longest = all.longest.max(longest.unsigned_abs().into());
+        all.has_single |= has_single;
     }
-    Survey {
-        live,
-        blocks,
-        longest: longest.into(),
-        has_single: single > 0,
-    }
+    all
 }

@@ -260,6 +260,7 @@ mod tests {
             whole: 5,
             slot: 2,
             merge: 0,
+            cut: 0,
         };
         // One slot: everything whole.
         assert_eq!(lower_bound(&[16, 32], 1, 1, &table), 2 + 15 + 25);
@@ -283,6 +284,7 @@ mod tests {
             whole: u32::MAX,
             slot: u32::MAX,
             merge: u32::MAX,
+            cut: u32::MAX,
         };
         let free = CostTable {
             block_tokens: 0,
@@ -291,6 +293,7 @@ mod tests {
             whole: 0,
             slot: 0,
             merge: 0,
+            cut: 0,
         };
         let info = [0, -1, 0, 1, i32::MIN, i32::MAX, 0, 0, 1];
         for table in [huge, free] {

@@ -18,32 +18,44 @@ pub(super) trait Placer {
     fn place(&mut self, tile: i32, start: i32, end: i32);
     /// Passes a tile of length 0.
     fn place_empty(&mut self, _tile: i32, _position: i32) {}
-    /// What is written, to count the partials.
-    fn writer(&self) -> &Writer<'_>;
+    /// Partials so far.
+    fn num_partials(&self) -> i32;
+    /// The numbers of works and partials when all tiles are placed.
+    fn finish(self) -> (usize, usize);
 }
 
-/// Places every tile and writes where the partials of each end.
-#[inline]
-pub(super) fn place_all(kv_indptr: &[i32], fold: usize, reduce_indptr: &mut [i32], placer: &mut impl Placer) {
+/// Places every tile and writes where the partials of each end; returns the numbers of works and partials.
+///
+/// One loop per policy, with all of the placer in it: what it carries from tile to tile then stays in registers. Each step waits
+/// for the one before, and a detour by memory would be most of its time.
+#[inline(never)]
+pub(super) fn place_all<P: Placer>(
+    kv_indptr: &[i32],
+    fold: usize,
+    reduce_indptr: &mut [i32],
+    placer: impl FnOnce() -> P,
+) -> (usize, usize) {
+    let mut placer = placer();
     reduce_indptr[0] = 0;
     let tiles = (kv_indptr.len() - 1) * fold;
     let (live, behind) = reduce_indptr[1..].split_at_mut(tiles);
-    let mut reduce_ends = live.chunks_exact_mut(fold);
+    let mut reduce_ends = live.iter_mut();
     let mut tile = 0;
     let origin = kv_indptr[0];
-    for bounds in kv_indptr.windows(2) {
-        let (start, end) = (bounds[0] - origin, bounds[1] - origin);
-        for reduce_end in reduce_ends.next().into_iter().flatten() {
+    for (&start, &end) in kv_indptr.iter().zip(&kv_indptr[1..]) {
+        let (start, end) = (start - origin, end - origin);
+        for reduce_end in reduce_ends.by_ref().take(fold) {
             if start < end {
                 placer.place(tile, start, end);
             } else {
                 placer.place_empty(tile, start);
             }
-            *reduce_end = placer.writer().num_partials;
+            *reduce_end = placer.num_partials();
             tile += 1;
         }
     }
-    behind.fill(placer.writer().num_partials);
+    behind.fill(placer.num_partials());
+    placer.finish()
 }
 
 /// Writes works into the arrays.
@@ -72,6 +84,11 @@ impl<'a> Writer<'a> {
     fn push(&mut self, work: [i32; WORK_WORDS]) {
         self.work_info[self.num_works] = work;
         self.num_works += 1;
+    }
+
+    #[inline]
+    pub(super) fn num_partials(&self) -> i32 {
+        self.num_partials
     }
 
     /// Ends the last slot and leaves the ones behind it empty; returns the numbers of works and partials.

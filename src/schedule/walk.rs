@@ -97,8 +97,13 @@ impl Placer for Walk<Writer<'_>> {
         self.room -= OVERHEAD_BLOCKS;
     }
 
-    fn writer(&self) -> &Writer<'_> {
-        &self.sink
+    #[inline]
+    fn num_partials(&self) -> i32 {
+        self.sink.num_partials()
+    }
+
+    fn finish(self) -> (usize, usize) {
+        self.sink.finish()
     }
 }
 

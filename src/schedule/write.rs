@@ -3,6 +3,7 @@
 use super::balanced::{self, Balanced};
 use super::demand::Demand;
 use super::invariant::Invariant;
+use super::prices::Prices;
 use super::sink::{Writer, place_all};
 use super::walk::Walk;
 use super::{Policy, ScheduleArrays, ScheduleCounts, ScheduleParams};
@@ -23,32 +24,43 @@ pub fn write_schedule(
     params: &ScheduleParams,
     out: &mut ScheduleArrays,
 ) -> Result<ScheduleCounts, PlanError> {
+    write_schedule_near(kv_indptr, params, out, &mut None)
+}
+
+/// Does what [`write_schedule`] does, looking for the balanced schedule first where that of the batch before was: `hint` is `None`, or
+/// what an earlier call left there. The arrays are the same whatever it says.
+pub(crate) fn write_schedule_near(
+    kv_indptr: &[i32],
+    params: &ScheduleParams,
+    out: &mut ScheduleArrays,
+    hint: &mut Option<u64>,
+) -> Result<ScheduleCounts, PlanError> {
     let demand = Demand::of(kv_indptr, params)?;
     demand.check_outputs(params, out)?;
     let writer = Writer::new(out.work_indptr, out.work_info);
     let reduce = &mut *out.reduce_indptr;
     let fold = params.fold;
-    let capacity = match params.policy {
-        Policy::Balanced(table) => balanced::capacity(kv_indptr, fold, &demand, &table),
-        Policy::Aiter | Policy::Invariant { .. } => None,
+    let walk = |writer, reduce| {
+        let empty_rows = params.empty_rows_of_policy();
+        let (share, variant) = (demand.blocks_per_slot, params.variant);
+        place_all(kv_indptr, fold, reduce, || {
+            Walk::new(writer, share, variant, empty_rows)
+        })
     };
-    let (num_works, num_partials) = match (params.policy, capacity) {
-        (Policy::Balanced(table), Some(capacity)) => {
-            let mut fill = Balanced::new(writer, capacity, &table);
-            place_all(kv_indptr, fold, reduce, &mut fill);
-            fill.writer.finish()
+    let (num_works, num_partials) = match params.policy {
+        Policy::Aiter => walk(writer, reduce),
+        Policy::Balanced(table) => {
+            let prices = Prices::of(&table);
+            match balanced::capacity(kv_indptr, fold, &demand, &prices, hint) {
+                Some(capacity) => place_all(kv_indptr, fold, reduce, || {
+                    Balanced::new(writer, capacity, &prices)
+                }),
+                None => walk(writer, reduce),
+            }
         }
-        (Policy::Aiter | Policy::Balanced(_), _) => {
-            let empty_rows = params.empty_rows_of_policy();
-            let mut walk = Walk::new(writer, demand.blocks_per_slot, params.variant, empty_rows);
-            place_all(kv_indptr, fold, reduce, &mut walk);
-            walk.sink.finish()
-        }
-        (Policy::Invariant { table, piece_tokens }, _) => {
-            let mut pieces = Invariant::new(writer, kv_indptr, fold, params.num_cus, &table, piece_tokens);
-            place_all(kv_indptr, fold, reduce, &mut pieces);
-            pieces.writer.finish()
-        }
+        Policy::Invariant { table, piece_tokens } => place_all(kv_indptr, fold, reduce, || {
+            Invariant::new(writer, kv_indptr, fold, params.num_cus, &table, piece_tokens)
+        }),
     };
     Ok(ScheduleCounts {
         num_works,
@@ -61,8 +73,9 @@ pub fn write_schedule(
 #[cfg(test)]
 mod tests {
     use super::super::{
-        EmptyRows, Policy, ScheduleArrays, ScheduleParams, Variant, WORK_WORDS, write_schedule,
+        CostTable, EmptyRows, Policy, ScheduleArrays, ScheduleParams, Variant, WORK_WORDS, write_schedule,
     };
+    use super::write_schedule_near;
     use crate::PlanError;
 
     const PARAMS: ScheduleParams = ScheduleParams {
@@ -115,6 +128,71 @@ mod tests {
                 arrays.iter().flatten().all(|&entry| entry == -7),
                 "{kv_indptr:?} {lens:?}"
             );
+        }
+    }
+
+    #[test]
+    fn no_hint_changes_a_schedule() {
+        let mut seed = 1_u64;
+        let mut below = |end: u64| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(7);
+            (seed >> 33) % end
+        };
+        let policy = Policy::Balanced(CostTable {
+            cut: 9000,
+            ..CostTable::BF16_HEADS_16
+        });
+        let params = ScheduleParams {
+            num_cus: 24,
+            fold: 1,
+            policy,
+            ..PARAMS
+        };
+        let most = 120;
+        let arrays = || {
+            [
+                vec![-7; 25],
+                vec![-7; (most + 23) * WORK_WORDS],
+                vec![-7; most + 1],
+            ]
+        };
+        let write = |kv_indptr: &[i32], hint: &mut Option<u64>| {
+            let mut made = arrays();
+            let [work_indptr, work_info, reduce_indptr] = &mut made;
+            let mut out = ScheduleArrays {
+                work_indptr,
+                work_info,
+                reduce_indptr,
+            };
+            let counts = write_schedule_near(kv_indptr, &params, &mut out, hint).unwrap();
+            (made, counts)
+        };
+        let mut lengths = vec![];
+        let mut kept = None;
+        for step in 0..2000 {
+            // A batch that grows, and one of another kind now and then.
+            if step % 40 == 0 {
+                let (rows, longest) = (below(most as u64) + 1, 1 << below(12));
+                lengths = (0..rows)
+                    .map(|_| i32::try_from(below(longest) + 1).unwrap())
+                    .collect::<Vec<_>>();
+            }
+            for length in &mut lengths {
+                *length = (*length + 1).min(2048);
+            }
+            let mut kv_indptr = vec![0];
+            for length in &lengths {
+                kv_indptr.push(kv_indptr[kv_indptr.len() - 1] + length);
+            }
+            let expected = write(&kv_indptr, &mut None);
+            assert_eq!(write(&kv_indptr, &mut kept), expected, "step {step}");
+            for hint in [0, below(1 << 20), u64::MAX] {
+                assert_eq!(
+                    write(&kv_indptr, &mut Some(hint)),
+                    expected,
+                    "step {step}, {hint}"
+                );
+            }
         }
     }
 

@@ -14,7 +14,7 @@ use proptest::prelude::*;
 
 mod oracle;
 
-use oracle::{balanced, invariant, slots, tiles, works_of};
+use oracle::{balanced, choice, invariant, is_cut, slots, tiles, works_of};
 
 fn indptr(first: i32, lengths: &[i32]) -> Vec<i32> {
     let mut entries = vec![first];
@@ -89,8 +89,9 @@ fn table() -> impl Strategy<Value = CostTable> {
         1..100_u32,
         Just(i32::MAX.unsigned_abs())
     ];
-    let free = (block_tokens, cost(), cost(), cost(), cost(), cost(), 0..5_u8).prop_map(
-        |(block_tokens, block, piece, whole, slot, merge, at_limit)| {
+    let costs = prop::array::uniform6(cost());
+    let free = (block_tokens, costs, 0..5_u8).prop_map(
+        |(block_tokens, [block, piece, whole, slot, merge, cut], at_limit)| {
             let block = block.max(1);
             let most = (whole + block).min(MAX_COST);
             let piece = if at_limit == 0 { most } else { piece.min(most) };
@@ -101,10 +102,12 @@ fn table() -> impl Strategy<Value = CostTable> {
                 whole,
                 slot,
                 merge,
+                cut,
             }
         },
     );
-    prop_oneof![2 => free, 1 => prop::sample::select(&KERNELS)]
+    let kernel = (prop::sample::select(&KERNELS), cost()).prop_map(|(table, cut)| CostTable { cut, ..table });
+    prop_oneof![2 => free, 1 => kernel, 1 => prop::sample::select(&KERNELS)]
 }
 
 fn any_params() -> impl Strategy<Value = ScheduleParams> {
@@ -174,10 +177,17 @@ proptest! {
     fn balanced_is_never_worse_than_aiter(lengths in lengths(), params in any_params(), table in table()) {
         let kv_indptr = indptr(0, &lengths);
         let params = ScheduleParams { empty_rows: EmptyRows::Skip, ..params };
-        let aiter = schedule(&kv_indptr, &params).unwrap().quality(&table);
+        let walk = schedule(&kv_indptr, &params).unwrap();
         let params = ScheduleParams { policy: Policy::Balanced(table), ..params };
-        let made = schedule(&kv_indptr, &params).unwrap().quality(&table);
+        let balanced = schedule(&kv_indptr, &params).unwrap();
+        let [aiter, made] = [&walk, &balanced].map(|one| one.quality(&table));
         prop_assert!(made.finish_time <= aiter.finish_time, "{:?} {:?}", made, aiter);
+        // The merge included, as far as having one costs.
+        let with_cut = |one: &Schedule| {
+            let cut = if is_cut(&works_of(one)) { u64::from(table.cut) } else { 0 };
+            one.quality(&table).finish_time + cut
+        };
+        prop_assert!(with_cut(&balanced) <= with_cut(&walk));
         prop_assert!(made.finish_time >= made.lower_bound, "{:?}", made);
         prop_assert_eq!(made.lower_bound, aiter.lower_bound);
     }
@@ -270,6 +280,7 @@ fn longest_rows_and_dearest_tables_do_not_overflow() {
         whole: MAX_COST,
         slot: MAX_COST,
         merge: MAX_COST,
+        cut: MAX_COST,
     };
     let cheapest = CostTable {
         block: 1,
@@ -305,6 +316,105 @@ fn longest_rows_and_dearest_tables_do_not_overflow() {
             }
         }
     }
+}
+
+/// Some rows of about one length on a few slots, which aiter's walk often leaves whole.
+fn even_lengths() -> impl Strategy<Value = (Vec<i32>, usize)> {
+    (1..2049_i32, 0..40_i32, 1..60_usize, 1..40_usize).prop_flat_map(|(length, off, rows, num_cus)| {
+        let lengths = prop::collection::vec(0..=off, rows);
+        lengths.prop_map(move |off| {
+            (
+                off.into_iter().map(|off| (length - off).max(1)).collect(),
+                num_cus,
+            )
+        })
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { max_global_rejects: 1 << 20, ..config(400) })]
+
+    #[test]
+    fn the_fill_has_to_gain_what_a_cut_costs((lengths, num_cus) in even_lengths(), table in table()) {
+        let kv_indptr = indptr(0, &lengths);
+        let at = |cut| {
+            let table = CostTable { cut, ..table };
+            let params = ScheduleParams { num_cus, policy: Policy::Balanced(table), ..PARAMS };
+            let made = schedule(&kv_indptr, &params).unwrap();
+            let expected = choice(&kv_indptr, &params, &table).unwrap();
+            (works_of(&made), expected)
+        };
+        let (_, free) = at(0);
+        // The fill is shorter, the walk cuts nothing, and a cut can cost as much as the difference.
+        let gain = u32::try_from(free.f - free.x).ok().filter(|&gain| gain < MAX_COST);
+        prop_assume!(!free.is_cut && gain.is_some());
+        let gain = gain.unwrap();
+        for cut in [0, gain / 2, gain] {
+            prop_assert_eq!(&at(cut).0, &free.fill, "{} of {}", cut, gain);
+        }
+        for cut in [gain + 1, MAX_COST] {
+            prop_assert_eq!(&at(cut).0, &free.walk, "{} of {}", cut, gain);
+        }
+    }
+
+    #[test]
+    fn where_the_walk_cuts_what_a_cut_costs_does_not_matter(
+        lengths in lengths(), params in any_params(), table in table(), cut in cost(),
+    ) {
+        let kv_indptr = indptr(0, &lengths);
+        let made = |cut| {
+            let table = CostTable { cut, ..table };
+            let params = ScheduleParams { policy: Policy::Balanced(table), ..params };
+            (works_of(&schedule(&kv_indptr, &params).unwrap()), choice(&kv_indptr, &params, &table))
+        };
+        let (free, expected) = made(0);
+        prop_assume!(expected.is_some_and(|expected| expected.is_cut));
+        prop_assert_eq!(made(cut).0, free);
+    }
+
+    #[test]
+    fn a_dear_cut_is_made_only_where_the_walk_makes_one(
+        lengths in prop::collection::vec(1..2049_i32, 1..60), params in any_params(), table in prop::sample::select(&KERNELS),
+    ) {
+        let kv_indptr = indptr(0, &lengths);
+        let walk = works_of(&schedule(&kv_indptr, &ScheduleParams { empty_rows: EmptyRows::Skip, ..params }).unwrap());
+        let table = CostTable { cut: MAX_COST, ..table };
+        let made = schedule(&kv_indptr, &ScheduleParams { policy: Policy::Balanced(table), ..params }).unwrap();
+        prop_assert!(is_cut(&walk) || works_of(&made) == walk);
+    }
+}
+
+#[test]
+fn full_rows_are_cut_only_for_more_than_a_cut_costs() {
+    // 256 rows of 2048 tokens on 132 slots, as measured on an H200 with 16 heads: the walk leaves all of them whole.
+    let table = CostTable {
+        block_tokens: 64,
+        block: 2606,
+        piece: 1650,
+        whole: 1503,
+        slot: 4848,
+        merge: 243,
+        cut: 0,
+    };
+    let kv_indptr = indptr(0, &[2048; 256]);
+    let cut_tiles = |cut| {
+        let policy = Policy::Balanced(CostTable { cut, ..table });
+        let made = schedule(
+            &kv_indptr,
+            &ScheduleParams {
+                num_cus: 132,
+                policy,
+                ..PARAMS
+            },
+        )
+        .unwrap();
+        made.reduce_indptr
+            .windows(2)
+            .filter(|bounds| bounds[0] < bounds[1])
+            .count()
+    };
+    assert!(cut_tiles(0) > 100);
+    assert_eq!(cut_tiles(8000), 0);
 }
 
 #[test]

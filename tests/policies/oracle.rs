@@ -114,11 +114,41 @@ pub(crate) fn aiter(kv_indptr: &[i32], params: &ScheduleParams, table: &CostTabl
 
 /// The balanced schedule by a scan of every candidate, and whether it is a fill.
 pub(crate) fn balanced(kv_indptr: &[i32], params: &ScheduleParams, table: &CostTable) -> (Vec<Work>, bool) {
+    let Some(Choice {
+        fill,
+        x,
+        walk,
+        f,
+        is_cut,
+    }) = choice(kv_indptr, params, table)
+    else {
+        return (vec![], false);
+    };
+    if f < x || (!is_cut && f < x + i128::from(table.cut)) {
+        (walk, false)
+    } else {
+        (fill, true)
+    }
+}
+
+/// What `balanced` chooses from, in the definition's letters.
+#[derive(Debug)]
+pub(crate) struct Choice {
+    pub(crate) fill: Vec<Work>,
+    pub(crate) x: i128,
+    pub(crate) walk: Vec<Work>,
+    pub(crate) f: i128,
+    /// Whether the walk cuts a tile.
+    pub(crate) is_cut: bool,
+}
+
+/// `None` where no tile is live.
+pub(crate) fn choice(kv_indptr: &[i32], params: &ScheduleParams, table: &CostTable) -> Option<Choice> {
     let letters = Letters::of(table);
     let tiles = tiles(&lengths_of(kv_indptr), params.fold);
     let s = slots(&tiles, params);
     if tiles.iter().all(|&length| length == 0) {
-        return (vec![], false);
+        return None;
     }
     let candidates = candidates(&tiles, s, &letters);
     let feasible: Vec<bool> = candidates
@@ -128,11 +158,19 @@ pub(crate) fn balanced(kv_indptr: &[i32], params: &ScheduleParams, table: &CostT
     assert!(feasible.is_sorted(), "what is feasible stays so: {feasible:?}");
     assert!(feasible[63], "the largest candidate is feasible");
     let least = feasible.iter().position(|&is_feasible| is_feasible).unwrap();
-    let (works, finish) = aiter(kv_indptr, params, table);
-    if finish < candidates[least] {
-        return (works, false);
-    }
-    (fill(&tiles, candidates[least], &letters).unwrap().0, true)
+    let (walk, f) = aiter(kv_indptr, params, table);
+    Some(Choice {
+        fill: fill(&tiles, candidates[least], &letters).unwrap().0,
+        x: candidates[least],
+        is_cut: is_cut(&walk),
+        walk,
+        f,
+    })
+}
+
+/// Whether any work is a piece.
+pub(crate) fn is_cut(works: &[Work]) -> bool {
+    works.iter().any(|work| !work.4)
 }
 
 /// The invariant schedule, slot by slot from the definition.

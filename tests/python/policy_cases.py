@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,31 +19,42 @@ PORTABLE = CostTable(block_tokens=32, block=410, piece=1900, whole=1500, slot=90
 TABLES = (BF16_16, FP8_16, PORTABLE)
 
 
-def table_of(numbers: tuple[int, int, int, int, int, int]) -> CostTable:
+def table_of(numbers: tuple[int, int, int, int, int, int, int]) -> CostTable:
     """A table whose piece costs no more than it may."""
-    tokens, block, piece, whole, slot, merge = numbers
+    tokens, block, piece, whole, slot, merge, cut = numbers
     return CostTable(
-        block_tokens=tokens, block=block, piece=min(piece, whole + block), whole=whole, slot=slot, merge=merge
+        block_tokens=tokens, block=block, piece=min(piece, whole + block), whole=whole, slot=slot, merge=merge, cut=cut
     )
 
 
 def tables(most: int = 12) -> Any:
-    """Cost tables of small numbers, where every rounding shows, of many blocks to a step, and three real ones."""
+    """Cost tables of small numbers, where every rounding shows, of many blocks to a step, and three real ones.
+
+    A cut costs nothing, about a block, about a row, or more than any row, in each of them.
+    """
     few = st.integers(0, most)
-    numbers = st.tuples(st.sampled_from([1, 7, 16, 24, 32, 64, 100]), st.integers(1, most), few, few, few, few)
+    cut = st.one_of(st.just(0), few, st.integers(0, 3000), st.just(1 << 24))
+    numbers = st.tuples(st.sampled_from([1, 7, 16, 24, 32, 64, 100]), st.integers(1, most), few, few, few, few, cut)
     large = st.integers(0, 3000)
-    fine = st.tuples(st.sampled_from([1, 16, 64]), st.integers(1, 3), large, large, few, few)
-    return st.one_of(numbers.map(table_of), fine.map(table_of), st.sampled_from(TABLES))
+    fine = st.tuples(st.sampled_from([1, 16, 64]), st.integers(1, 3), large, large, few, few, cut)
+    real = st.builds(lambda table, cut: replace(table, cut=cut), st.sampled_from(TABLES), st.integers(0, 100_000) | cut)
+    return st.one_of(numbers.map(table_of), fine.map(table_of), real, st.sampled_from(TABLES))
 
 
 def lengths(*, longest: int = 2048, rows: int = 40) -> Any:
-    """Rows of every kind: full, short, one token, a block less or more."""
+    """Rows of every kind: full, short, one token, a block less or more; or all of nearly one length.
+
+    The latter aiter's walk often leaves whole.
+    """
     one = st.one_of(
         st.integers(0, longest),
         st.sampled_from([0, 1, 15, 16, 17, 63, 64, 65, longest - 1, longest]),
         st.integers(1, 64),
     )
-    return st.lists(one, max_size=rows)
+    alike = st.integers(1, longest).flatmap(
+        lambda most: st.lists(st.integers(max(1, most - 20), most), min_size=1, max_size=rows)
+    )
+    return st.one_of(st.lists(one, max_size=rows), alike)
 
 
 def price(made: ReferenceSchedule | Any, table: CostTable) -> list[int]:

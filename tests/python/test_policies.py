@@ -77,6 +77,16 @@ def is_the_walk(made: ReferenceSchedule, rows: list[int], params: PlanParams) ->
     )
 
 
+def is_cut(made: ReferenceSchedule) -> bool:
+    """Whether any row is."""
+    return bool(made.reduce_indptr[-1])
+
+
+def total(made: ReferenceSchedule, table: CostTable) -> int:
+    """The longest slot, and what it costs to have something to merge."""
+    return max(price(made, table)) + (table.cut if is_cut(made) else 0)
+
+
 @given(lengths(), tables(), COMPUTE_UNITS, BUDGETS, st.integers(1, 4))
 def test_a_balanced_schedule_covers_every_token_once(
     rows: list[int], table: CostTable, num_cus: int, budget: int | None, fold: int
@@ -110,7 +120,11 @@ def test_no_schedule_in_order_finishes_a_step_of_the_search_sooner(
     load = sum(table.whole + count * table.block for count in blocks)
     start = max(-(-load // made.num_slots), table.piece + table.block)
     step = max(1, -(-span // 63))
-    assert longest <= max(best + step - 1, start)
+    if is_cut(made):
+        assert longest <= max(best + step - 1, start)
+    else:
+        # A walk that leaves every row whole may be longer, by less than what having a merge costs.
+        assert longest <= max(best + step - 1, start) + max(0, table.cut - 1)
     # Cuts of 16 tokens may be finer than blocks.
     assert best <= longest or is_the_walk(made, rows, parameters("balanced", table, num_cus=num_cus))
     # A capacity is enough exactly where some schedule fits into it: so a bisection may take the place of the scan.
@@ -128,6 +142,7 @@ def test_balanced_is_never_worse_than_the_walk_on_as_many_slots(
     walk = make("aiter", rows, table, num_cus=num_cus, split_budget=-1 if budget == -1 else -(-made.num_slots // tiles))
     if walk.num_slots == made.num_slots:
         assert max(price(made, table)) <= max(price(walk, table))
+        assert total(made, table) <= total(walk, table)
 
 
 def test_a_row_of_one_block_is_cut_where_aiter_does_and_gains_by_it() -> None:
@@ -173,6 +188,9 @@ def test_a_fill_worked_out_by_hand() -> None:
         (2048, BF16_16, 4, 4),
         (2048, replace(BF16_16, merge=0), 304, 128),
         (2048, replace(BF16_16, merge=1 << 24), 304, 1),
+        # One piece: 15460 + 128 x 3115 = 414180; 16: 11330 + 8 x 3115 + 16 x 2000 = 68250, 345930 less.
+        (2048, replace(BF16_16, cut=345_929), 304, 16),
+        (2048, replace(BF16_16, cut=345_930), 304, 1),
         # Two pieces of 4 blocks and one of 8 cost the same: the fewest.
         (8, CostTable(block_tokens=1, block=1, piece=0, whole=0, merge=2), 304, 1),
     ],
@@ -189,10 +207,30 @@ def test_no_other_number_of_pieces_finishes_the_longest_row_sooner(tokens: int, 
     blocks = -(-tokens // table.block_tokens)
     costs = {1: table.whole + blocks * table.block}
     for pieces in range(2, min(blocks, num_cus) + 1):
-        costs[pieces] = table.piece - (-blocks // pieces) * table.block + pieces * table.merge
+        costs[pieces] = table.piece - (-blocks // pieces) * table.block + pieces * table.merge + table.cut
     chosen = split_budget(tokens, params)
     assert costs[chosen] == min(costs.values())
     assert all(costs[fewer] > costs[chosen] for fewer in range(1, chosen))
+
+
+@given(
+    st.integers(1, 2048), st.lists(st.integers(0, 40), min_size=1, max_size=40), tables(), st.integers(1, 20),
+    st.integers(1, 3),
+)  # fmt: skip
+def test_the_fill_is_taken_over_a_walk_of_whole_rows_only_where_it_gains_what_a_cut_costs(
+    longest: int, off: list[int], table: CostTable, num_cus: int, fold: int
+) -> None:
+    rows = [max(1, longest - less) for less in off]
+    more = {"num_cus": num_cus, "split_budget": -1, "fold": fold}
+    walk = make("aiter", rows, table, **more)
+    free = make("balanced", rows, replace(table, cut=0), **more)
+    gain = max(price(walk, table)) - free.limit
+    for cut in {0, max(gain, 0), min(max(gain + 1, 0), 1 << 24), 1 << 24}:
+        made = make("balanced", rows, replace(table, cut=cut), **more)
+        wanted = walk if gain < 0 or (not is_cut(walk) and cut > gain) else free
+        assert np.array_equal(made.work_info, wanted.work_info)
+        assert np.array_equal(made.work_indptr, wanted.work_indptr)
+        assert max(price(made, table)) <= made.limit
 
 
 def test_no_live_row_gives_no_work() -> None:
@@ -296,6 +334,9 @@ def test_a_plan_that_is_not_defined_is_refused(change: dict[str, Any], message: 
         ({"slot": 1.5}, TypeError, "slot must be a whole number, not float"),
         ({"slot": True}, TypeError, "slot must be a whole number, not bool"),
         ({"slot": None}, TypeError, "slot must be a whole number, not NoneType"),
+        ({"cut": -1}, ValueError, "cut is -1, must be at least 0"),
+        ({"cut": (1 << 24) + 1}, ValueError, "cut is 16777217"),
+        ({"cut": "3"}, TypeError, "cut must be a whole number, not str"),
         ({"merge": 10**400}, ValueError, "merge is of 1329 bits, must be a number of at most 64 bits"),
         ({"piece": 20, "whole": 10, "block": 9}, ValueError, r"piece is 20, must be at most whole \+ block, 19"),
     ],
@@ -304,13 +345,14 @@ def test_a_cost_table_refuses_what_the_policies_cannot_use(
     change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     good: dict[str, Any] = {"block_tokens": 16, "block": 5, "piece": 3, "whole": 2, "slot": 1, "merge": 1}
-    assert CostTable(**good).fields == (16, 5, 3, 2, 1, 1)
+    assert CostTable(**good).fields == (16, 5, 3, 2, 1, 1, 0)
+    assert CostTable(**good, cut=7).fields == CostTable(**good, cut=7).core.fields == (16, 5, 3, 2, 1, 1, 7)
     with pytest.raises(error, match=message):
         CostTable(**{**good, **change})
 
 
 def test_a_cost_table_is_a_value_that_can_be_sent() -> None:
-    table = CostTable.named("gfx942 fp8 64")
+    table = replace(CostTable.named("gfx942 fp8 64"), cut=17)
     settings = PlannerConfig(max_rows=8, max_requests=8, policy="balanced", cost_table=table)
     for value in (table, settings, settings.resolved(None).params):
         for same in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))):  # noqa: S301 - our own

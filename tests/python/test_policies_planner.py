@@ -17,7 +17,7 @@ from mlaplan.reference.plan import schedule, split_budget
 from planning import assert_holds, batch, planner
 from policy_cases import BF16_16, TABLES, lengths, parameters, table_of, tables
 
-COSTS = CostTable(block_tokens=16, block=3, piece=7, whole=9, slot=2, merge=1)
+COSTS = CostTable(block_tokens=16, block=3, piece=7, whole=9, slot=2, merge=1, cut=11)
 POLICIES: dict[str, dict[str, Any]] = {
     "aiter": {},
     "balanced": {"policy": "balanced", "cost_table": COSTS},
@@ -53,7 +53,12 @@ def test_the_core_makes_the_schedule_of_the_reference(
 @given(st.lists(st.integers(1, 130), min_size=1, max_size=30), tables(40), st.sampled_from([2, 7, 304]))
 def test_the_core_follows_where_tables_are_odd(rows: list[int], table: CostTable, num_cus: int) -> None:
     """Rows of one block and a little more, which is where the smallest capacities and aiter's cuts meet."""
-    for odd in (table, table_of((64, 3, 1, 40, 0, 0)), table_of((64, 3, 43, 40, 0, 0)), table_of((100, 1, 0, 9, 0, 0))):
+    for odd in (
+        table,
+        table_of((64, 3, 1, 40, 0, 0, 2)),
+        table_of((64, 3, 43, 40, 0, 0, 1)),
+        table_of((100, 1, 0, 9, 0, 0, 0)),
+    ):
         params = parameters("balanced", odd, num_cus=num_cus, split_budget=-1)
         wanted = schedule(np.array(rows, np.int64), params)
         made = mlaplan.schedule(
@@ -171,11 +176,11 @@ def test_a_policy_without_a_table_takes_the_one_of_its_kernel(caplog: pytest.Log
             mlaplan.PlanError, "piece_tokens is 1, which cuts 262144 planner rows into 536870912 works",
         ),
         (
-            {"policy": "balanced", "cost_table": table_of((1, 1 << 24, 0, 0, 0, 0)), "topk": 2048, "max_rows": 256},
+            {"policy": "balanced", "cost_table": table_of((1, 1 << 24, 0, 0, 0, 0, 0)), "topk": 2048, "max_rows": 256},
             mlaplan.PlanError, r"cost_table lets a slot cost \d+, must stay below 1073741824",
         ),
         (
-            {"policy": "invariant", "cost_table": table_of((1, 1 << 24, 0, 0, 0, 0)), "topk": 2048,
+            {"policy": "invariant", "cost_table": table_of((1, 1 << 24, 0, 0, 0, 0, 0)), "topk": 2048,
              "max_rows": 1 << 18, "num_cus": 1 << 16},
             mlaplan.PlanError, r"cost_table lets 2097152 works cost \d+, must stay below",
         ),

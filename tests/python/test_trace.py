@@ -269,13 +269,18 @@ def test_a_chunk_that_unpacks_to_gigabytes_takes_no_memory(tmp_path: Path) -> No
 
 
 def test_a_header_keeps_every_setting() -> None:
-    table = CostTable(block_tokens=16, block=10, piece=20, whole=15, slot=3, merge=2)
+    table = CostTable(block_tokens=16, block=10, piece=20, whole=15, slot=3, merge=2, cut=40)
     config = mlaplan.PlannerConfig(
         max_rows=640, max_requests=64, capture_sizes=(1, 8), split_budget=-1, policy="balanced", cost_table=table,
         num_cus=80, fold=1, always_rebuild=True, aiter_version="0.1.18",
     )  # fmt: skip
     header = dataclasses.replace(HEADER, config=config)
-    assert Header.from_document(json.loads(json.dumps(header.as_document()))) == header
+    document = json.loads(json.dumps(header.as_document()))
+    assert Header.from_document(document) == header
+    # Traces from before there was such a cost: their plans were made as if it were 0.
+    del document["config"]["cost_table"]["cut"]
+    older = dataclasses.replace(config, cost_table=dataclasses.replace(table, cut=0))
+    assert Header.from_document(document) == dataclasses.replace(header, config=older)
 
 
 def test_files_are_written_where_they_are_named_and_nowhere_else(tmp_path: Path) -> None:

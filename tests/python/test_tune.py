@@ -21,30 +21,16 @@ from mlaplan.calibration import Calibration, CalibrationError, Shape, load, path
 from mlaplan.commands import tune as command
 from mlaplan.costs import DEFAULT, CostTable, portable_default
 from mlaplan.device import HostDevice
-from mlaplan.tuning import Load, Sample, TuningError, decode_loads, fit, measure, merge_loads
+from mlaplan.tuning import Load, Sample, TuningError, decode_loads, fit, measure, merge_loads, pairs, with_cut
 from planning import batch, planner
-from policy_cases import PORTABLE
+from policy_cases import PORTABLE as UNCUT
+from tuning_times import LOADS, clock, timer
 
-LOADS = decode_loads(32) + merge_loads(132, 64)
+PORTABLE = replace(UNCUT, cut=2700)
 SHAPE = Shape(device="NVIDIA H200", capability="9.0", heads=16, q_dtype="bf16", kv_dtype="bf16")
 CALIBRATION = Calibration(
     shape=SHAPE, table=PORTABLE, residual=0.031, num_cus=132, heads_per_tile=16, mlaplan="0.1.0", triton="3.7.1"
 )
-
-
-def timer(
-    table: CostTable, *, launch: float = 4000.0, noise: float = 0.0, rng: np.random.Generator | None = None
-) -> Callable[[Load], float]:
-    """Times by the formula of a launch whose slots are all the same."""
-
-    def time(load: Load) -> float:
-        fixed = table.piece if load.cut else table.whole
-        exact = launch + load.merged * table.merge
-        if load.works:
-            exact += table.slot + load.works * (fixed + load.blocks * table.block)
-        return exact if rng is None else exact * (1 + noise * rng.standard_normal())
-
-    return time
 
 
 @given(
@@ -56,7 +42,7 @@ def test_exact_times_give_the_table_back(block: int, piece: int, whole: int, slo
         block_tokens=32, block=block, piece=min(piece, whole + block), whole=whole, slot=slot, merge=merge
     )
     fitted = fit(measure(timer(table), LOADS), block_tokens=32)
-    assert fitted.table == table
+    assert fitted.table == table  # `cut` shows in none of the loads
     assert fitted.launch == pytest.approx(4000, rel=1e-6)
     assert fitted.residual < 1e-6
     assert not fitted.notes
@@ -228,25 +214,55 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
 
 def document() -> dict[str, Any]:
     shape = {"device": "NVIDIA H200", "capability": "9.0", "heads": 16, "q_dtype": "bf16", "kv_dtype": "bf16"}
-    table = {"block_tokens": 32, "block": 410, "piece": 1900, "whole": 1500, "slot": 900, "merge": 160}
+    table = {"block_tokens": 32, "block": 410, "piece": 1900, "whole": 1500, "slot": 900, "merge": 160, "cut": 2700}
     return {
-        "format": "mlaplan cost table", "version": 1, **shape, "head_dim": 576, "v_head_dim": 512, "unit": "ns",
+        "format": "mlaplan cost table", "version": 2, **shape, "head_dim": 576, "v_head_dim": 512, "unit": "ns",
         "table": table, "residual": 0.031, "num_cus": 132, "heads_per_tile": 16, "mlaplan": "0.1.0",
         "triton": "3.7.1",
     }  # fmt: skip
 
 
-def test_the_format_is_what_it_was(tmp_path: Path) -> None:
-    """Files of users must stay readable: this is the first version of the format, written by hand."""
+def test_the_format_is_what_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Files of users must stay readable: this is the second version of the format, written by hand."""
     (tmp_path / "costs.json").write_text(json.dumps(document()))
     assert load(tmp_path / "costs.json") == CALIBRATION
     save(CALIBRATION, tmp_path / "costs.json")
     assert json.loads((tmp_path / "costs.json").read_text()) == document()
+    assert not caplog.records
+
+
+def first_version() -> dict[str, Any]:
+    content = document()
+    content["version"] = 1
+    del content["table"]["cut"]
+    return content
+
+
+def test_a_file_of_the_first_version_is_read_with_a_word_about_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "_SAID", set())
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(first_version()))
+    for _ in range(3):
+        assert load(path) == replace(CALIBRATION, table=replace(PORTABLE, cut=0))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path} is from before the cost 'cut' was measured, so it is taken as 0; 'mlaplan tune' measures it"
+    ]
+    save(CALIBRATION, path)  # tuning again writes over it
+    assert load(path) == CALIBRATION
+    path.write_text(json.dumps({**document(), "version": 1}))
+    with pytest.raises(CalibrationError, match=r'"table" must hold block_tokens, .*, merge and nothing else'):
+        load(path)
 
 
 EDITS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda d: d.pop("format"), '"format" is not'),
-    (lambda d: d.update(version=2), '"version" is 2, this release reads 1'),
+    (lambda d: d.update(version=3), '"version" is 3, this release reads 1 and 2'),
+    (lambda d: d.update(version=True), '"version" is True'),
+    (lambda d: d.update(version="1"), "\"version\" is '1'"),
+    (lambda d: d["table"].pop("cut"), '"table" must hold'),
+    (lambda d: d["table"].update(cut=-1), "cut is -1, must be at least 0"),
     (lambda d: d.update(unit="us"), "\"unit\" is 'us'"),
     (lambda d: d.pop("table"), '"table" must hold'),
     (lambda d: d["table"].pop("merge"), '"table" must hold'),
@@ -333,6 +349,16 @@ def test_every_load_is_a_schedule_in_which_all_slots_do_the_same() -> None:
         assert set(merged.tolist()) <= {0, one.merged}
         assert np.count_nonzero(merged) == (7 // one.merged if one.merged else 0)
         assert arrays.reduce_indptr[-1] <= 7
+    for pair in pairs(7, 256, replace(PORTABLE, whole=200, piece=100)):
+        for schedule in (pair.cut, pair.whole):  # the longer one first: nothing of it may stay behind
+            bench._set_schedule(schedule)
+            rows, works = len(schedule.reduce_indptr) - 1, len(schedule.work_info)
+            assert 7 < rows < 28
+            assert np.array_equal(arrays.work_info[:works], schedule.work_info)
+            assert np.array_equal(arrays.work_indptr, schedule.work_indptr)
+            assert np.array_equal(arrays.reduce_indptr[: rows + 1], schedule.reduce_indptr)
+            assert np.all(arrays.reduce_indptr[rows:] == schedule.num_partials)
+            assert schedule.num_partials <= partials
 
 
 class Gpu(HostDevice):
@@ -359,6 +385,9 @@ def test_a_planner_finds_what_was_stored(gpu: Gpu, caplog: pytest.LogCaptureFixt
     assert unknown == portable_default(16, 32) != portable_default(128, 32)
     assert unknown.block_tokens == 32  # the fake kernel's, of which the H200's costs half
     assert unknown.block == portable_default(16, 64).block // 2
+    assert all(
+        portable_default(heads, tokens).block_tokens == tokens for heads in (1, 16, 128) for tokens in (1, 16, 128)
+    )
     assert "mlaplan tune --heads 16" in caplog.text
     save(CALIBRATION, path_of(SHAPE))
     caplog.clear()
@@ -396,7 +425,8 @@ def test_the_command_measures_stores_and_says_where(
     from mlaplan import tuning_gpu
 
     def measured(config: Any, device: Any, *, watch: Any) -> Any:
-        fitted = fit(measure(timer(PORTABLE), watch(LOADS)), block_tokens=32)
+        fitted = fit(measure(timer(UNCUT), watch(LOADS)), block_tokens=32)
+        fitted = with_cut(fitted, pairs(132, 2048, fitted.table), clock(PORTABLE))
         assert device is gpu
         return replace(CALIBRATION, shape=replace(SHAPE, heads=config.heads), table=fitted.table), fitted
 
@@ -409,6 +439,7 @@ def test_the_command_measures_stores_and_says_where(
     assert cli.main(["tune", "--heads", "128", "--json", "--out", str(tmp_path / "mine.json")]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["costs"]["piece"] == 1900
+    assert document["costs"]["cut"] == 2700
     assert document["fit"]["file"] == str(tmp_path / "mine.json")
     loaded = load(tmp_path / "mine.json")
     assert loaded is not None

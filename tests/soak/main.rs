@@ -262,11 +262,12 @@ impl Soak {
 /// The cheapest number of pieces for a longest row, every number tried: section 6 of the design.
 fn cheapest_pieces(longest: i32, table: &CostTable, num_cus: usize) -> i32 {
     let blocks = table.blocks(longest.unsigned_abs());
-    let [block, piece, whole, merge] = [table.block, table.piece, table.whole, table.merge].map(u64::from);
+    let [block, piece, whole] = [table.block, table.piece, table.whole].map(u64::from);
+    let [merge, cut] = [table.merge, table.cut].map(u64::from);
     let most = blocks.min(u64::try_from(num_cus).unwrap()).max(1);
     let cost = |pieces: &u64| match *pieces {
         1 => whole + blocks * block,
-        pieces => piece + blocks.div_ceil(pieces) * block + pieces * merge,
+        pieces => piece + blocks.div_ceil(pieces) * block + pieces * merge + cut,
     };
     i32::try_from((1..=most).min_by_key(cost).unwrap()).unwrap()
 }

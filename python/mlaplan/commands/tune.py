@@ -21,6 +21,7 @@ _MEANING = {
     "whole": "a row that is not",
     "slot": "a compute unit that has work",
     "merge": "each piece that is merged",
+    "cut": "anything to merge, whatever it is",
 }
 
 

@@ -36,7 +36,7 @@ def best_split(longest_row: int, params: PlanParams) -> int:
     blocks = table.blocks(longest_row)
     best, least = 1, table.whole + blocks * table.block
     for pieces in range(2, min(blocks, params.num_cus) + 1):
-        cost = table.piece + -(-blocks // pieces) * table.block + pieces * table.merge
+        cost = table.piece + -(-blocks // pieces) * table.block + pieces * table.merge + table.cut
         if cost < least:
             best, least = pieces, cost
     return best
@@ -44,6 +44,8 @@ def best_split(longest_row: int, params: PlanParams) -> int:
 
 def balanced(lengths: list[int], num_slots: int, walk: Works, params: PlanParams) -> tuple[Works, int]:
     """Fills slots in order up to the least of 64 evenly spaced costs that is enough; aiter's walk where it is cheaper.
+
+    A walk that cuts no tile is cheaper by `cut`, whether the fill cuts one or not.
 
     Args:
         lengths: Tokens of each live tile, at least 1.
@@ -65,7 +67,8 @@ def balanced(lengths: list[int], num_slots: int, walk: Works, params: PlanParams
     candidates = (low + index * step for index in range(CANDIDATES))
     limit = next(capacity for capacity in candidates if is_enough(blocks, capacity, num_slots, table))
     longest = longest_slot(lengths, walk, table)
-    if longest < limit:
+    is_cut = len(walk) > len(lengths)
+    if longest < limit + (0 if is_cut else table.cut):
         return walk, longest
     works = [
         Work(tile, slot, begin * table.block_tokens, min(end * table.block_tokens, lengths[tile]))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Looked up among what is loaded, never imported.
 _LIBRARIES = ("torch", "triton", "vllm", "aiter")
-_COSTS = ("block_tokens", "block", "piece", "whole", "slot", "merge")
+_COSTS = ("block_tokens", "block", "piece", "whole", "slot", "merge", "cut")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ def _live(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(value)
     if isinstance(value, dict):
-        return CostTable(**value)
+        return CostTable(**value)  # `cut` may be missing, in traces from before there was one: it is 0, as it was then
     return value
 
 
