@@ -5,7 +5,7 @@ use crate::fingerprint::{Fingerprint, Knowledge};
 pub use crate::layout::ClassLayout;
 use crate::layout::{check_classes, split_arrays};
 use crate::rows::{MAX_ROWS, check_topk, fill_request_ids};
-use crate::schedule::{EmptyRows, Policy, ScheduleCounts, ScheduleParams, Variant, write_schedule};
+use crate::schedule::{EmptyRows, Policy, ScheduleCounts, ScheduleParams, Variant, write_schedule_near};
 use crate::split::{max_split_per_batch, split_budget};
 use crate::{Expected, PlanError, Rule};
 
@@ -144,7 +144,7 @@ enum Held {
 /// Remembers what the device holds and decides what the next batch needs.
 ///
 /// A step is [`decide`](Self::decide), then for [`Action::Copy`] also [`write`](Self::write) and, once the copy is
-/// queued, [`commit`](Self::commit). After construction no call allocates.
+/// queued, [`commit`](Self::commit), at the latest before the next decision. After construction no call allocates.
 #[derive(Debug)]
 pub struct StepPlanner {
     config: StepConfig,
@@ -155,8 +155,12 @@ pub struct StepPlanner {
     pending: Option<usize>,
     /// Whether `next` has been written out, so that committing it is right.
     written: bool,
+    /// What was held before it was written out.
+    before: Held,
     /// A longest row and its budget: it changes less often than the plan.
     budget: (i32, i32),
+    /// Where the balanced schedule that was written last was found: that of the next plan is looked for there first.
+    hint: Option<u64>,
 }
 
 impl StepPlanner {
@@ -179,7 +183,9 @@ impl StepPlanner {
             next: Fingerprint::with_capacity(capacity),
             pending: None,
             written: false,
+            before: Held::Unknown(Reasons::FIRST),
             budget: (-1, 1),
+            hint: None,
         })
     }
 
@@ -266,9 +272,8 @@ impl StepPlanner {
         self.next.fill_kv_indptr(self.config.topk, kv_indptr);
         let live = &kv_indptr[..=self.next.num_rows()];
         let params = schedule_params(&self.config, budget);
-        let counts = write_schedule(live, &params, &mut arrays)?;
-        self.held = Held::Unknown(Reasons::INVALIDATED);
-        self.written = true;
+        let counts = write_schedule_near(live, &params, &mut arrays, &mut self.hint)?;
+        self.hold_nothing();
         Ok(Written {
             words: layout.offsets[4] + 8 * counts.num_works,
             counts,
@@ -319,6 +324,15 @@ impl StepPlanner {
         }
     }
 
+    /// Gives up the plan that waits for its commit, of which nothing has reached the device: what was held still is.
+    pub fn withdraw(&mut self) {
+        if self.written {
+            self.held = self.before;
+        }
+        self.pending = None;
+        self.written = false;
+    }
+
     /// Says that the device made or will make a plan of its own: nothing is held afterwards.
     pub fn made_on_device(&mut self) {
         self.forget(Reasons::ON_DEVICE);
@@ -337,8 +351,7 @@ impl StepPlanner {
                 message: "no plan is waiting to be written",
             });
         }
-        self.held = Held::Unknown(Reasons::INVALIDATED);
-        self.written = true;
+        self.hold_nothing();
         let why = if staging_busy {
             Reasons::STAGING_BUSY
         } else {
@@ -354,6 +367,15 @@ impl StepPlanner {
     /// Forgets what the device holds: its buffers were discarded, moved or written by somebody else.
     pub fn invalidate(&mut self) {
         self.forget(Reasons::INVALIDATED);
+    }
+
+    /// From here on until the commit the device may hold anything.
+    fn hold_nothing(&mut self) {
+        if !self.written {
+            self.before = self.held;
+        }
+        self.held = Held::Unknown(Reasons::INVALIDATED);
+        self.written = true;
     }
 
     fn forget(&mut self, why: Reasons) {

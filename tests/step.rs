@@ -141,6 +141,7 @@ fn policies() -> impl Strategy<Value = Policy> {
         whole: 9,
         slot: 1,
         merge: 6,
+        cut: 5,
     };
     prop_oneof![
         Just(Policy::Aiter),
@@ -317,6 +318,36 @@ fn a_copy_that_failed_half_way_leaves_nothing_held() {
     planner.decide(&other, false, false).unwrap();
     planner.write(&mut staging).unwrap();
     assert_eq!(planner.decide(&held, false, false).unwrap().action, Action::Copy);
+}
+
+#[test]
+fn a_plan_that_is_withdrawn_leaves_the_old_one_held() {
+    let config = config(5, 1, None, Policy::Aiter);
+    let mut planner = StepPlanner::new(config.clone()).unwrap();
+    let mut staging = vec![0; config.classes[3].words];
+    let held = Batch::new(&[0, 1], Lengths::Exact(&[90]), true, None).unwrap();
+    let other = Batch::new(&[0, 2], Lengths::Exact(&[90]), true, None).unwrap();
+    planner.decide(&held, false, false).unwrap();
+    planner.write(&mut staging).unwrap();
+    planner.withdraw();
+    assert!(planner.commit().is_err(), "it was withdrawn");
+    assert_eq!(planner.decide(&held, false, false).unwrap().action, Action::Copy);
+    planner.write(&mut staging).unwrap();
+    planner.commit().unwrap();
+    planner.withdraw();
+    for writes in 0..3 {
+        let decision = planner.decide(&other, true, false).unwrap();
+        assert_eq!(decision.action, Action::Copy);
+        for _ in 0..writes {
+            planner.write(&mut staging).unwrap();
+        }
+        if writes == 2 {
+            planner.launch_instead(decision, true).unwrap();
+        }
+        planner.withdraw();
+        let again = planner.decide(&held, false, false).unwrap();
+        assert_eq!(again.action, Action::Nothing, "after {writes} writes");
+    }
 }
 
 #[test]

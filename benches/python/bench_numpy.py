@@ -85,9 +85,17 @@ def _planner(requests: int) -> tuple[_core.StepPlanner, Layout]:
     return planner, layout
 
 
-def _decide(planner: _core.StepPlanner, starts: Int32Array, lens: Int32Array, *, force: bool = False) -> _core.Decision:
+def _decide(
+    planner: _core.StepPlanner,
+    starts: Int32Array,
+    lens: Int32Array,
+    *,
+    force: bool = False,
+    arrived: int = 0,
+    staging: Int32Array | None = None,
+) -> _core.Decision:
     # By position, as `Planner` calls it: names cost 0.1 us.
-    return planner.decide(starts, lens, None, None, True, False, force)  # noqa: FBT003
+    return planner.decide(starts, lens, None, None, True, False, force, arrived, staging)  # noqa: FBT003
 
 
 def unchanged(requests: int) -> Pair:
@@ -96,15 +104,13 @@ def unchanged(requests: int) -> Pair:
     held = (starts.copy(), contexts_of(starts, lens))
     planner, layout = _planner(requests)
     staging = np.zeros(layout.words, np.int32)
-    _decide(planner, starts, lens)
-    planner.write(staging)
-    planner.commit()
-    assert _decide(planner, starts, lens + 1).action == "nothing"
+    ticket = _decide(planner, starts, lens, staging=staging).ticket
+    assert _decide(planner, starts, lens + 1, arrived=ticket, staging=staging).action == "nothing"
     assert is_unchanged(starts, lens + 1, held)
     decide = planner.decide
     return Pair(
         lambda: is_unchanged(starts, lens, held),
-        lambda: decide(starts, lens, None, None, True, False, False),  # noqa: FBT003
+        lambda: decide(starts, lens, None, None, True, False, False, ticket, staging),  # noqa: FBT003
     )
 
 
@@ -131,8 +137,7 @@ def plan(requests: int) -> Pair:
     arrays = PlanArrays(*(np.zeros(shape, np.int32) for shape in layout.shapes))
 
     def by_core() -> None:
-        _decide(planner, starts, lens, force=True)
-        planner.write(staging)
+        _decide(planner, starts, lens, force=True, staging=staging)
 
     by_core()
     reference.plan(starts, lens, arrays, params)

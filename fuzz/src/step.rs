@@ -271,6 +271,15 @@ impl History {
         assert_eq!(content(&self.device, &layout, &self.config), expected, "{told:?}");
     }
 
+    /// Nothing has reached the device: the planner may be told, and then what was held still is.
+    fn give_up(&mut self, input: &mut Input<'_>, before: Held) {
+        if input.flag() {
+            self.planner.withdraw();
+            self.nothing_waits();
+            self.held = before;
+        }
+    }
+
     /// Carries a copy out, or part of it; says whether the device holds the plan then.
     fn copy(
         &mut self,
@@ -295,9 +304,10 @@ impl History {
                 let busy = input.flag();
                 let launched = self.planner.launch_instead(decision, busy).unwrap();
                 assert_eq!(launched.action, Action::Launch);
-                self.held = None;
+                let before = self.held.take();
                 if input.flag() {
-                    return false; // the launch failed
+                    self.give_up(input, before); // the launch failed
+                    return false;
                 }
                 launch(&mut self.device, expected, layout, &self.config);
                 self.planner.commit().unwrap();
@@ -307,7 +317,7 @@ impl History {
         }
         let mut gaps = self.staging.clone();
         let written = self.planner.write(&mut self.staging).unwrap();
-        self.held = None;
+        let before = self.held.take();
         assert_eq!(content(&self.staging, layout, &self.config), expected);
         let works = usize::try_from(self.staging[layout.offsets[2] + self.config.num_cus]).unwrap();
         assert_eq!(written.counts.num_works, works);
@@ -315,7 +325,10 @@ impl History {
         launch(&mut gaps, expected, layout, &self.config);
         assert_eq!(gaps, self.staging, "something was written outside the arrays");
         match input.byte() % 8 {
-            0 => return false, // the copy was never queued
+            0 => {
+                self.give_up(input, before); // the copy was never queued
+                return false;
+            }
             1 => {
                 // The copy failed half way.
                 let part = input.below(256) * written.words / 256;

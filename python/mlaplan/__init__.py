@@ -21,8 +21,9 @@ from mlaplan.batch import Batch, Exact, UpperBound
 from mlaplan.config import PlannerConfig
 from mlaplan.costs import CostTable
 from mlaplan.layout import PlanArrays, PlanParams
-from mlaplan.plan import Constants, Plan, Quality
+from mlaplan.plan import Constants, Plan
 from mlaplan.planner import Planner
+from mlaplan.quality import Quality
 from mlaplan.stats import Stats
 
 __all__ = [

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 _Int32: TypeAlias = npt.NDArray[np.int32]
-# A table, or its six numbers in the order of its field `fields`.
-_Costs: TypeAlias = CostTable | tuple[int, int, int, int, int, int]
+# A table, or its seven numbers in the order of its field `fields`.
+_Costs: TypeAlias = CostTable | tuple[int, int, int, int, int, int, int]
 
 __all__ = [
     "CostTable",
@@ -19,7 +19,6 @@ __all__ = [
     "Schedule",
     "StepPlanner",
     "Support",
-    "Written",
     "__version__",
     "buffer_shapes",
     "build_profile",
@@ -209,11 +208,13 @@ class CostTable:
         slot: Cost of a slot that has works.
         merge: Cost of merging one piece, which weighs in the split budget only. For aiter's kernels it is assumed: the
             4 KiB that a piece and head write and read back, at the price of a block's bytes.
-        fields: The six numbers, in this order.
+        cut: Cost of having anything to merge, however much it is. For aiter's kernels 0, an assumption too: their merge
+            is launched either way.
+        fields: The seven numbers, in this order.
     """
 
     def __new__(
-        cls, *, block_tokens: int, block: int, piece: int, whole: int, slot: int, merge: int = 0
+        cls, *, block_tokens: int, block: int, piece: int, whole: int, slot: int, merge: int = 0, cut: int = 0
     ) -> CostTable: ...
     @staticmethod
     def named(name: str) -> CostTable:
@@ -234,7 +235,8 @@ class CostTable:
     whole: Final[int]
     slot: Final[int]
     merge: Final[int]
-    fields: Final[tuple[int, int, int, int, int, int]]
+    cut: Final[int]
+    fields: Final[tuple[int, int, int, int, int, int, int]]
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
     def finish_time(self, work_indptr: _Int32, work_info: _Int32) -> int:
@@ -358,7 +360,7 @@ def buffer_shapes(
 
 @final
 class Decision:
-    """What a step asks for.
+    """What a step asks for, and what was written into a staging area for it.
 
     Attributes:
         action: "nothing", "copy", "launch" or "deferred".
@@ -367,6 +369,10 @@ class Decision:
         rows: Rows that belong to a request, as the host counts them.
         padded_rows: Rows that the consumer sees.
         row_class: Position of the batch's row class among the planner's.
+        words: int32 words from the start of the staging area that a copy has to carry; 0 where nothing was written.
+        num_works: Works of the schedule that was written; None where none was.
+        split_budget: Its budget, -1 for no limit; None where none was written.
+        ticket: Number of the plan that is to be brought to the device, 0 if none is; see `StepPlanner.decide`.
     """
 
     action: Final[str]
@@ -375,24 +381,10 @@ class Decision:
     rows: Final[int]
     padded_rows: Final[int]
     row_class: Final[int]
-
-@final
-class Written:
-    """What `StepPlanner.write` wrote.
-
-    Attributes:
-        words: int32 words from the start of the staging area that a copy has to carry.
-        num_works: Works of the schedule.
-        num_partials: Partial locations of the schedule.
-        num_slots: Slots that the budget allows.
-        split_budget: The budget; -1 for no limit.
-    """
-
     words: Final[int]
-    num_works: Final[int]
-    num_partials: Final[int]
-    num_slots: Final[int]
-    split_budget: Final[int]
+    num_works: Final[int | None]
+    split_budget: Final[int | None]
+    ticket: Final[int]
 
 @final
 class StepPlanner:
@@ -414,8 +406,11 @@ class StepPlanner:
         policy: str = "aiter",
         cost_table: _Costs | None = None,
         piece_tokens: int | None = None,
+        device_makes: bool = False,
     ) -> StepPlanner:
         """A planner whose device buffers hold nothing yet.
+
+        With `device_makes` a plan is launched instead of copied where the batch has device arrays.
 
         Without a `split_budget` the longest row decides: by the cost table under "balanced", else by work per split.
         `work_info` of a class holds tiles + num_cus - 1 works, or tiles x ceil(topk / piece_tokens) under "invariant".
@@ -432,13 +427,28 @@ class StepPlanner:
         boundaries_exact: bool,
         on_device: bool,
         force: bool,
+        arrived: int = 0,
+        staging: _Int32 | None = None,
     ) -> Decision:
         """Decides what the device needs; a launch forgets what is held.
 
+        A plan that was written or is to be launched is held from the next decision on, if that bears its ticket.
+
+        Args:
+            query_start_loc: See `mlaplan.Batch`, as for the next four.
+            lengths: `seq_lens` or their bound.
+            max_rejects: None for exact lengths.
+            padded_rows: None for the rows themselves.
+            boundaries_exact: Whether the host's boundaries are the device's.
+            on_device: Whether the batch has device arrays.
+            force: Make a plan though nothing changed.
+            arrived: Ticket of the last plan whose copy or launch was queued.
+            staging: Where to write a plan to copy at once; None to leave it to `write`.
+
         Raises:
             TypeError: An array is not one-dimensional int32.
-            ValueError: The batch breaks a rule. Nothing has changed.
-            PlanError: The batch exceeds the capacity, or needs device arrays. Nothing has changed.
+            ValueError: The batch breaks a rule, or the area is too small. What is held stays held.
+            PlanError: The batch exceeds the capacity, or needs device arrays. What is held stays held.
         """
 
     def defer(
@@ -451,8 +461,8 @@ class StepPlanner:
     ) -> Decision:
         """Leaves the plan to its first consumer and forgets what is held. Raises as `decide`."""
 
-    def write(self, staging: _Int32) -> Written:
-        """Writes the plan that was decided on into a staging area, laid out as its row class.
+    def write(self, decision: Decision, staging: _Int32) -> Decision:
+        """Writes the plan that was last decided on into a staging area, laid out as its row class.
 
         Raises:
             TypeError: The area is read-only or not one-dimensional int32.
@@ -460,22 +470,14 @@ class StepPlanner:
             PlanError: No copy was asked for.
         """
 
-    def commit(self) -> None:
-        """Remembers the plan that was written: its copy is queued.
-
-        Raises:
-            PlanError: Nothing was written since the last decision.
-        """
+    def withdraw(self) -> None:
+        """Gives up the plan that was last decided on, of which nothing went to the device: what was held still is."""
 
     def made_on_device(self) -> None:
         """Says that the device makes a plan of its own: nothing is held afterwards."""
 
-    def launch_instead(self, decision: Decision, staging_busy: bool) -> Decision:
-        """Turns a decision to copy into one to launch, which `commit` follows as it follows `write`.
-
-        Args:
-            decision: The last decision, to copy.
-            staging_busy: Whether a staging area was wanting, for the reasons.
+    def launch_instead(self, decision: Decision) -> Decision:
+        """Turns the last decision, to copy, into one to launch, because no staging area is free.
 
         Raises:
             PlanError: No copy was asked for.

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mlaplan.batch import Batch
     from mlaplan.layout import PlanArrays
     from mlaplan.planner import Planner
+    from mlaplan.quality import Quality
 
 
 class Constants(NamedTuple):
@@ -31,23 +32,6 @@ class Constants(NamedTuple):
     work_metadata_ptrs: Any
 
 
-class Quality(NamedTuple):
-    """How good a schedule is, by the policy's cost table; under "aiter" in aiter's units of 16-token blocks.
-
-    Attributes:
-        finish_time: Cost of the longest slot.
-        lower_bound: No schedule of these rows on as many slots as the budget allows can finish earlier.
-    """
-
-    finish_time: float
-    lower_bound: float
-
-    @property
-    def ratio(self) -> float:
-        """Finish time over lower bound; 1 for an empty plan."""
-        return self.finish_time / self.lower_bound if self.lower_bound else 1.0
-
-
 class Plan:
     """One step's plan. Its arrays are the planner's, so they hold it until the next plan is made.
 
@@ -60,10 +44,12 @@ class Plan:
         split_budget: Slots per row that were budgeted for, where the host made it; None where the device did.
         generation: Number of the write that left it in the buffers, -1 where none is known.
         captured: The capture that has it as a node, or None.
+        by_device: Whether the device made it, be it anew, of lengths that the host need not know.
     """
 
     __slots__ = (
         "_batch",
+        "by_device",
         "captured",
         "decision",
         "device_query_start_loc",
@@ -93,6 +79,7 @@ class Plan:
         self.captured: object | None = None
         self.num_works: int | None = None
         self.split_budget: int | None = None
+        self.by_device = False
 
     def __repr__(self) -> str:
         return f"Plan({self.decision!r})"
@@ -122,8 +109,8 @@ class Plan:
 
     @property
     def lengths_known(self) -> bool:
-        """Whether the host knows every row: then each live one has a token at least."""
-        return self.num_works is not None or self.decision.action == "nothing"
+        """Whether the host knows every row that the buffers hold: then each live one has a token at least."""
+        return not self.by_device and self.decision.action in ("copy", "nothing")
 
     @property
     def kind(self) -> str:

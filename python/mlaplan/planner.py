@@ -13,7 +13,8 @@ from mlaplan.batch import Batch, host_lengths, sized_batch
 from mlaplan.config import PlannerConfig
 from mlaplan.device import Device, make_device
 from mlaplan.layout import Layout, PlanArrays
-from mlaplan.plan import Constants, Plan, Quality
+from mlaplan.plan import Constants, Plan
+from mlaplan.quality import Quality, schedule_quality
 from mlaplan.stats import Stats, Tally
 
 if TYPE_CHECKING:
@@ -21,10 +22,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from mlaplan._types import Int32Array
     from mlaplan.checks import Difference
-    from mlaplan.costs import CostTable
-    from mlaplan.layout import PlanParams
     from mlaplan.observer import Observer
     from mlaplan.recorder import Recorder
     from mlaplan.selfcheck import SelfCheck
@@ -85,6 +83,7 @@ class Planner:
             policy=self.params.policy,
             cost_table=None if self.params.cost_table is None else self.params.cost_table.fields,
             piece_tokens=self.params.piece_tokens,
+            device_makes=self.config.schedule_maker == "device",
         )
         self._arena = self.device.allocate(self._layouts[-1].words)
         self._ring = self.device.staging(self.config.staging_slots, self._layouts[-1].words)
@@ -94,6 +93,7 @@ class Planner:
         self._kv_indices: Any = None
         # Number of the last plan that was or may have been written; a plan is held if it bears it.
         self._generation = 0
+        self._arrived = 0  # ticket of the last plan whose copy or launch was queued whole
         self._tally = Tally()
         self._deferrals: dict[tuple[int, int, int], _core.Decision] = {}
         # Who records or checks; None costs one comparison a step.
@@ -143,30 +143,29 @@ class Planner:
             batch.boundaries_exact,
             on_device,
             self.config.always_rebuild,
+            self._arrived,
+            self._ring.ready,
         )
         action = decision.action
         if action == "nothing":
             return self._finish(batch, decision, self._generation)
         graph = self.device.capture()
-        if action == "copy" and graph is not None:
+        if graph is not None and (action == "copy" or decision.ticket):
             # A replay would bring back what the staging area holds by then, and the host would believe in a plan
             # that never ran.
+            self._step.withdraw()
             raise _core.PlanError(
                 "a copy cannot be captured into a graph: plan with deferred=True and refresh under capture"
             )
         self._generation += 1
-        if action == "launch":
-            plan = self._finish(batch, decision)
-            self._launch(plan, graph)
-            return plan
-        by_device = on_device and self.config.schedule_maker == "device"
-        slot = None if by_device else self._ring.acquire()
-        if slot is None and on_device:
-            plan = self._finish(batch, self._step.launch_instead(decision, not by_device))
-            self._launch(plan, graph)
-            self._step.commit()
-            return plan
-        return self._copy(batch, decision, self._ring.wait() if slot is None else slot)
+        if action == "copy" and not decision.words:
+            decision = self._written(decision, on_device=on_device)
+        if decision.action == "copy":
+            return self._copy(batch, decision)
+        plan = self._finish(batch, decision)
+        self._launch(plan, graph)
+        self._arrived = decision.ticket
+        return plan
 
     def defer(
         self, num_requests: int, rows: int, padded_rows: int, device_query_start_loc: Any, device_seq_lens: Any
@@ -375,21 +374,32 @@ class Planner:
         """The arrays of a row class that never change."""
         return self._constants[row_class]
 
-    def _copy(self, batch: Batch, decision: _core.Decision, slot: int) -> Plan:
-        written = self._step.write(self._ring.areas[slot])
-        self.device.upload(self._ring, slot, self._arena, written.words)
+    def _written(self, decision: _core.Decision, *, on_device: bool) -> _core.Decision:
+        """Writes the plan once an area is free; a batch that can be planned on the device does not wait for that."""
+        area = self._ring.reserve()
+        if area is None:
+            if on_device:
+                return self._step.launch_instead(decision)
+            area = self._ring.wait()
+        return self._step.write(decision, area)
+
+    def _copy(self, batch: Batch, decision: _core.Decision) -> Plan:
+        self.device.upload(self._ring, self._ring.take(), self._arena, decision.words)
         plan = self._finish(batch, decision, self._generation)
-        plan.num_works = written.num_works
-        plan.split_budget = written.split_budget
+        plan.num_works = decision.num_works
+        plan.split_budget = decision.split_budget
         if self.backend.makes_schedule:
             self.backend.make_schedule(plan)
         # Last of all: had anything above failed, the next step must not believe in this plan.
-        self._step.commit()
+        self._arrived = decision.ticket
+        self._ring.reserve()  # now, so that the call that decides on the next plan can write it too
         return plan
 
     def _launch(self, plan: Plan, graph: object | None) -> None:
         arrays = self._arrays[plan.decision.row_class]
         self.device.plan(plan.device_query_start_loc, plan.device_seq_lens, arrays, self.params)
+        plan.num_works = plan.split_budget = None
+        plan.by_device = True
         # Under capture nothing ran: the buffers hold what they held, until a replay that the host does not see. Set
         # when the launch is through, so that a failed one is tried again.
         plan.captured = graph
@@ -458,43 +468,3 @@ class Planner:
             raise _core.PlanError(
                 "device_query_start_loc and device_seq_lens are needed to make this plan on the device"
             )
-
-
-def schedule_quality(
-    row_lengths: Int32Array, work_indptr: Int32Array, work_info: Int32Array, params: PlanParams
-) -> Quality:
-    """Finish time and lower bound of a schedule, by the policy's cost table; in aiter's units under "aiter".
-
-    Args:
-        row_lengths: Length of each row before folding, in tokens. Shape (rows,), int32.
-        work_indptr: First work of each slot. Shape (C + 1,), int32.
-        work_info: Works. Shape (works, 8), int32.
-        params: What the schedule was made with.
-
-    Returns:
-        Both numbers, the bound for as many slots as the budget allows, whether they are used or not.
-    """
-    table = _core.CostTable.named("aiter") if params.policy == "aiter" else _costs(params).core
-    finish = table.finish_time(work_indptr, np.ascontiguousarray(work_info).reshape(-1))
-    slots = max(1, _allowed_slots(row_lengths, params))
-    return Quality(finish, table.lower_bound(row_lengths, slots, fold=params.fold))
-
-
-def _allowed_slots(row_lengths: Int32Array, params: PlanParams) -> int:
-    budget, longest, num_cus = params.split_budget, int(row_lengths.max(initial=0)), params.num_cus
-    if params.policy == "invariant":
-        return num_cus
-    if budget is None and params.policy == "balanced":
-        budget = _core.split_budget(longest, cost_table=_costs(params).core, num_cus=num_cus)
-    elif budget is None:
-        budget = _core.max_split_per_batch(
-            longest, topk=params.topk, num_cus=num_cus, min_tokens_per_split=params.min_tokens_per_split
-        )
-    live = params.fold * int(np.count_nonzero(row_lengths))
-    return num_cus if budget < 0 else min(num_cus, budget * live)
-
-
-def _costs(params: PlanParams) -> CostTable:
-    if params.cost_table is None:
-        raise ValueError(f"cost_table is None, must be given with policy {params.policy!r}")
-    return params.cost_table

@@ -22,7 +22,7 @@ mod _core {
     #[pymodule_export]
     use super::schedule::{Schedule, schedule};
     #[pymodule_export]
-    use super::step::{Decision, StepPlanner, Written};
+    use super::step::{Decision, StepPlanner};
     #[pymodule_export]
     use super::support::{Support, buffer_shapes, support};
 

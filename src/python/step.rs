@@ -13,86 +13,90 @@ use super::numbers::Number;
 use crate::batch::{Batch, Lengths};
 use crate::step::{Action, ClassLayout, StepConfig};
 
-/// What a step asks for.
+/// What a step asks for, and what was written for it.
 #[pyclass(frozen, module = "mlaplan._core")]
 #[derive(Debug)]
-pub(super) struct Decision(crate::step::Decision);
+pub(super) struct Decision {
+    asked: crate::step::Decision,
+    /// Boxed, because most steps write nothing and a small object is made faster.
+    written: Option<Box<crate::step::Written>>,
+    ticket: u64,
+}
+
+impl Decision {
+    fn unwritten(decision: crate::step::Decision) -> Self {
+        Self {
+            asked: decision,
+            written: None,
+            ticket: 0,
+        }
+    }
+}
 
 #[pymethods]
 impl Decision {
     #[getter]
     fn action(&self) -> &'static str {
-        action_name(self.0.action)
+        action_name(self.asked.action)
     }
 
     #[getter]
     fn reasons<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.0.reasons.names().collect::<Vec<_>>())
+        PyTuple::new(py, self.asked.reasons.names().collect::<Vec<_>>())
     }
 
     /// Action and reasons in one number, to count by.
     #[getter]
     fn key(&self) -> u64 {
-        (u64::from(self.0.reasons.bits()) << 2) | self.0.action as u64
+        (u64::from(self.asked.reasons.bits()) << 2) | self.asked.action as u64
     }
 
     #[getter]
     fn rows(&self) -> usize {
-        self.0.rows
+        self.asked.rows
     }
 
     #[getter]
     fn padded_rows(&self) -> usize {
-        self.0.padded_rows
+        self.asked.padded_rows
     }
 
     /// Position of the batch's row class among the planner's classes.
     #[getter]
     fn row_class(&self) -> usize {
-        self.0.class
+        self.asked.class
+    }
+
+    /// Words that a copy has to carry; 0 where nothing was written.
+    #[getter]
+    fn words(&self) -> usize {
+        self.written.as_ref().map_or(0, |written| written.words)
+    }
+
+    #[getter]
+    fn num_works(&self) -> Option<usize> {
+        self.written.as_ref().map(|written| written.counts.num_works)
+    }
+
+    #[getter]
+    fn split_budget(&self) -> Option<i32> {
+        self.written.as_ref().map(|written| written.split_budget)
+    }
+
+    /// Number of what is on its way to the device; 0 if nothing is.
+    #[getter]
+    fn ticket(&self) -> u64 {
+        self.ticket
     }
 
     fn __repr__(&self) -> String {
-        let reasons: Vec<_> = self.0.reasons.names().collect();
+        let reasons: Vec<_> = self.asked.reasons.names().collect();
         format!(
             "Decision(action={:?}, reasons={reasons:?}, rows={}, padded_rows={})",
-            action_name(self.0.action),
-            self.0.rows,
-            self.0.padded_rows
+            action_name(self.asked.action),
+            self.asked.rows,
+            self.asked.padded_rows
         )
-    }
-}
-
-/// What was written into a staging area.
-#[pyclass(frozen, module = "mlaplan._core")]
-#[derive(Debug)]
-pub(super) struct Written(crate::step::Written);
-
-#[pymethods]
-impl Written {
-    #[getter]
-    fn words(&self) -> usize {
-        self.0.words
-    }
-
-    #[getter]
-    fn num_works(&self) -> usize {
-        self.0.counts.num_works
-    }
-
-    #[getter]
-    fn num_partials(&self) -> usize {
-        self.0.counts.num_partials
-    }
-
-    #[getter]
-    fn num_slots(&self) -> usize {
-        self.0.counts.num_slots
-    }
-
-    #[getter]
-    fn split_budget(&self) -> i32 {
-        self.0.split_budget
     }
 }
 
@@ -101,11 +105,49 @@ impl Written {
 /// The lock makes it safe to share between threads; a step takes microseconds, so nobody waits long.
 #[pyclass(frozen, module = "mlaplan._core")]
 #[derive(Debug)]
-pub(super) struct StepPlanner(Mutex<crate::step::StepPlanner>);
+pub(super) struct StepPlanner(Mutex<Steps>);
+
+/// The core's planner, and the number of the last plan that was sent on its way.
+#[derive(Debug)]
+struct Steps {
+    planner: crate::step::StepPlanner,
+    /// Whether plans that the host knows are launched too, where there are device arrays.
+    device_makes: bool,
+    ticket: u64,
+}
+
+impl Steps {
+    /// Commits the plan of this number, unless another one was sent or what is held was forgotten since.
+    fn arrived(&mut self, ticket: u64) {
+        if ticket == self.ticket {
+            let _forgotten_since = self.planner.commit();
+        }
+    }
+
+    fn sent(&mut self, decision: crate::step::Decision, written: Option<crate::step::Written>) -> Decision {
+        self.ticket += 1;
+        Decision {
+            asked: decision,
+            written: written.map(Box::new),
+            ticket: self.ticket,
+        }
+    }
+
+    fn write(&mut self, decision: crate::step::Decision, staging: &Bound<'_, PyAny>) -> PyResult<Decision> {
+        let mut staging = int32_mut("staging", staging)?;
+        let written = self.planner.write(staging.as_slice_mut()?)?;
+        Ok(self.sent(decision, Some(written)))
+    }
+
+    fn launch_instead(&mut self, decision: crate::step::Decision, staging_busy: bool) -> PyResult<Decision> {
+        let decision = self.planner.launch_instead(decision, staging_busy)?;
+        Ok(self.sent(decision, None))
+    }
+}
 
 impl StepPlanner {
     /// No call panics while it holds the lock, so a poisoned one still guards whole state.
-    fn lock(&self) -> MutexGuard<'_, crate::step::StepPlanner> {
+    fn lock(&self) -> MutexGuard<'_, Steps> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -116,7 +158,7 @@ impl StepPlanner {
     #[pyo3(
         signature = (
             *, max_requests, topk, num_cus, fold, split_budget, min_tokens_per_split, classes, policy="aiter",
-            cost_table=None, piece_tokens=None
+            cost_table=None, piece_tokens=None, device_makes=false
         )
     )]
     #[expect(clippy::too_many_arguments, reason = "named on the Python side")]
@@ -131,6 +173,7 @@ impl StepPlanner {
         policy: &str,
         cost_table: Option<CostsArgument>,
         piece_tokens: Option<Number>,
+        device_makes: bool,
     ) -> PyResult<Self> {
         let table = cost_table.map(CostsArgument::table).transpose()?;
         let config = StepConfig {
@@ -145,10 +188,20 @@ impl StepPlanner {
             classes: class_layouts(classes)?,
             policy: policy_of(policy, table, piece_tokens)?,
         };
-        Ok(Self(Mutex::new(crate::step::StepPlanner::new(config)?)))
+        let planner = crate::step::StepPlanner::new(config)?;
+        Ok(Self(Mutex::new(Steps {
+            planner,
+            device_makes,
+            ticket: 0,
+        })))
     }
 
-    #[pyo3(signature = (query_start_loc, lengths, max_rejects, padded_rows, boundaries_exact, on_device, force))]
+    #[pyo3(
+        signature = (
+            query_start_loc, lengths, max_rejects, padded_rows, boundaries_exact, on_device, force, arrived=0,
+            staging=None
+        )
+    )]
     #[expect(
         clippy::too_many_arguments,
         reason = "one crossing per step; the Python caller names them in Batch"
@@ -162,10 +215,19 @@ impl StepPlanner {
         boundaries_exact: bool,
         on_device: bool,
         force: bool,
+        arrived: u64,
+        staging: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Decision> {
         let arrays = BatchArrays::borrow(query_start_loc, lengths, max_rejects)?;
         let batch = arrays.batch(boundaries_exact, padded_rows)?;
-        Ok(Decision(self.lock().decide(&batch, on_device, force)?))
+        let mut steps = self.lock();
+        steps.arrived(arrived);
+        let decision = steps.planner.decide(&batch, on_device, force)?;
+        match (decision.action, staging) {
+            (Action::Copy, _) if steps.device_makes && on_device => steps.launch_instead(decision, false),
+            (Action::Copy, Some(staging)) => steps.write(decision, staging),
+            _ => Ok(Decision::unwritten(decision)),
+        }
     }
 
     #[pyo3(signature = (query_start_loc, lengths, max_rejects, padded_rows, boundaries_exact))]
@@ -179,28 +241,27 @@ impl StepPlanner {
     ) -> PyResult<Decision> {
         let arrays = BatchArrays::borrow(query_start_loc, lengths, max_rejects)?;
         let batch = arrays.batch(boundaries_exact, padded_rows)?;
-        Ok(Decision(self.lock().defer(&batch)?))
+        Ok(Decision::unwritten(self.lock().planner.defer(&batch)?))
     }
 
-    fn write(&self, staging: &Bound<'_, PyAny>) -> PyResult<Written> {
-        let mut staging = int32_mut("staging", staging)?;
-        Ok(Written(self.lock().write(staging.as_slice_mut()?)?))
+    fn write(&self, decision: &Decision, staging: &Bound<'_, PyAny>) -> PyResult<Decision> {
+        self.lock().write(decision.asked, staging)
     }
 
-    fn commit(&self) -> PyResult<()> {
-        Ok(self.lock().commit()?)
+    fn launch_instead(&self, decision: &Decision) -> PyResult<Decision> {
+        self.lock().launch_instead(decision.asked, true)
+    }
+
+    fn withdraw(&self) {
+        self.lock().planner.withdraw();
     }
 
     fn made_on_device(&self) {
-        self.lock().made_on_device();
-    }
-
-    fn launch_instead(&self, decision: &Decision, staging_busy: bool) -> PyResult<Decision> {
-        Ok(Decision(self.lock().launch_instead(decision.0, staging_busy)?))
+        self.lock().planner.made_on_device();
     }
 
     fn invalidate(&self) {
-        self.lock().invalidate();
+        self.lock().planner.invalidate();
     }
 }
 

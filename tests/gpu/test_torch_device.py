@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import mlaplan
+from mlaplan._types import Int32Array
 from mlaplan.device.ring import StagingRing
 from mlaplan.graphs import DecodeGraphs, DecodeInputs
 from mlaplan.kernels.launch import CompiledLaunch
@@ -165,7 +166,11 @@ def test_without_device_arrays_the_ring_waits_instead() -> None:
 
 
 def test_without_its_guard_the_ring_would_mix_plans_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StagingRing, "acquire", StagingRing._take)
+    def reserve(self: StagingRing) -> Int32Array:
+        self.ready = self.areas[self._next]
+        return self.ready
+
+    monkeypatch.setattr(StagingRing, "reserve", reserve)
     planner = mlaplan.Planner(config(staging_slots=4), "cuda")
     assert queue_behind_a_busy_stream(planner, 300, on_device=True) > 100
 

@@ -317,6 +317,23 @@ def test_rows_that_only_the_device_knows_to_be_empty_give_zeros(
             check_decode(rng, rig, deferred, device_lengths)
 
 
+@pytest.mark.parametrize("action", ["copy", "nothing"])
+def test_a_plan_made_again_on_the_device_may_have_empty_rows(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    """What the host knew of the lengths is of no worth then, though the plan was once made of it."""
+    rig = make_rig(monkeypatch, MAIN, "gfx950", 16, ("bf16", "bf16"))
+    batch = make_batch([70, 16, 33, 5])
+    plan = rig.planner.plan(batch)
+    if action == "nothing":
+        plan = rig.planner.plan(batch)
+    assert (plan.decision.action, plan.lengths_known) == (action, True)
+    batch.device_seq_lens[1] = 0
+    rig.planner.remake(plan)
+    assert not plan.lengths_known
+    check_decode(rng, rig, plan, [70, 0, 33, 5])
+
+
 def test_a_captured_decode_is_right_for_the_batch_of_each_replay(
     monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:

@@ -247,8 +247,12 @@ VALUES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("negative rejects", lambda: decide(max_rejects=-1), ValueError, "max_rejects is -1, must be at least 0"),
     ("exact as text", lambda: decide(boundaries_exact="no"), TypeError, "boundaries_exact"),
     ("force as number", lambda: decide(force=1), TypeError, "force"),
-    ("nothing to write", lambda: step().write(np.zeros(999, np.int32)), mlaplan.PlanError, "no plan is waiting"),
-    ("nothing to commit", lambda: step().commit(), mlaplan.PlanError, "no plan was written"),
+    ("nothing to write", lambda: step().write(decide(), np.zeros(999, np.int32)), mlaplan.PlanError, "no plan is"),
+    ("nothing to launch", lambda: step().launch_instead(decide()), mlaplan.PlanError, "no plan is waiting"),
+    ("no decision", lambda: step().write(None, np.zeros(999, np.int32)), TypeError, "decision"),
+    ("negative ticket", lambda: decide(arrived=-1), OverflowError, "negative"),
+    ("short staging", lambda: decide(max_rejects=None, staging=LENS.copy()), ValueError, "staging has . entries"),
+    ("staging as list", lambda: decide(max_rejects=None, staging=[0] * 999), TypeError, "staging"),
 ]  # fmt: skip
 
 

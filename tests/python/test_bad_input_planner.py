@@ -293,12 +293,9 @@ def test_a_refused_staging_area_keeps_the_plan_to_be_written(
     decision = step.decide(starts([1]), ints(5), None, None, True, False, False)
     assert decision.action == "copy"
     with pytest.raises(error, match=words):
-        step.write(staging(layout.words))
-    with pytest.raises(mlaplan.PlanError, match="no plan was written"):
-        step.commit()
-    step.write(np.zeros(layout.words, np.int32))
-    step.commit()
-    assert step.decide(starts([1]), ints(5), None, None, True, False, False).action == "nothing"
+        step.write(decision, staging(layout.words))
+    ticket = step.write(decision, np.zeros(layout.words, np.int32)).ticket
+    assert step.decide(starts([1]), ints(5), None, None, True, False, False, ticket).action == "nothing"
 
 
 def test_an_array_is_not_read_while_it_is_written() -> None:
@@ -339,14 +336,14 @@ def test_a_step_planner_used_out_of_order_says_so() -> None:
     step = planner()._step
     decision = step.decide(starts([1]), ints(5), None, None, True, False, False)
     step.invalidate()
-    for call in (
-        step.commit,
-        lambda: step.launch_instead(decision, staging_busy=True),
-        lambda: step.write(np.zeros(9999, np.int32)),
-    ):
+    calls: list[Callable[[], object]] = [
+        lambda: step.launch_instead(decision),
+        lambda: step.write(decision, np.zeros(9999, np.int32)),
+    ]
+    for call in calls:
         with pytest.raises(mlaplan.PlanError, match="no plan"):
             call()
     with pytest.raises(TypeError, match="decision"):
-        step.launch_instead(None, staging_busy=True)  # type: ignore[arg-type]
+        step.launch_instead(None)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         _core.Decision()

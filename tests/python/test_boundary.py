@@ -107,8 +107,10 @@ def test_a_plan_is_written_into_the_callers_memory() -> None:
     layout = made._layouts[-1]
     staging = np.full(layout.words + 10, -3, np.int32)
     area = staging[5:-5]
-    made._step.decide(starts([2]), ints(9), None, 8, True, False, False)
-    written = made._step.write(area)
+    decision = made._step.decide(starts([2]), ints(9), None, 8, True, False, False)
+    written = made._step.write(decision, area)
+    assert decision.words == 0
+    assert written.num_works is not None
     assert written.words == layout.words_used(written.num_works) <= layout.words
     assert (staging[:5] == -3).all()
     assert (staging[-5:] == -3).all()
@@ -172,6 +174,7 @@ def test_one_step_planner_survives_many_threads() -> None:
 
     def work(index: int) -> None:
         staging = np.zeros(words, np.int32)
+        ticket = 0
         for turn in range(200):
             decision = step.decide(
                 starts([1] * (1 + index % 7)),
@@ -181,11 +184,14 @@ def test_one_step_planner_survives_many_threads() -> None:
                 True,
                 False,
                 False,
+                ticket,
+                staging if turn % 2 else None,
             )
+            ticket = decision.ticket
             assert decision.action in ("copy", "nothing")
-            for call in (lambda: step.write(staging), step.commit, step.invalidate, step.made_on_device):
+            for call in (step.write, step.withdraw, step.invalidate, step.made_on_device):
                 try:
-                    call()
+                    call(*((decision, staging) if call == step.write else ()))
                 except mlaplan.PlanError as error:  # noqa: PERF203 - another thread's step came between
                     assert "no plan" in str(error)  # noqa: PT017
 

@@ -45,10 +45,10 @@ def test_nothing_is_held_afterwards_however_often_the_size_was_met() -> None:
 def test_a_plan_that_waits_to_be_committed_is_given_up() -> None:
     made = planner()
     plan = made.defer(1, 1, 1, *arrays([1], [4]))
-    made._step.decide(ints(0, 1), ints(9), None, None, True, True, False)
+    decision = made._step.decide(ints(0, 1), ints(9), None, None, True, True, False)
     made.defer(1, 1, 1, *arrays([1], [4]))
     with pytest.raises(mlaplan.PlanError, match="no plan"):
-        made._step.write(np.zeros(1 << 12, np.int32))
+        made._step.write(decision, np.zeros(1 << 12, np.int32))
     made.refresh(plan)
     assert_holds(plan, [1], [4])
 

@@ -183,9 +183,8 @@ def test_a_failed_refresh_is_tried_again(capturing: bool) -> None:
 def test_a_failed_write_leaves_the_old_plan_held(monkeypatch: pytest.MonkeyPatch) -> None:
     made = planner(staging_slots=4)
     made.plan(batch([1], [5]))
-    short = tuple(np.zeros(3, np.int32) for _ in made._ring.areas)
     with monkeypatch.context() as patch:
-        patch.setattr(made._ring, "areas", short)
+        patch.setattr(made._ring, "ready", np.zeros(3, np.int32))
         for _attempt in range(9):
             with pytest.raises(ValueError, match="staging has 3 entries"):
                 made.plan(batch([1], [6]))

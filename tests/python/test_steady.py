@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import mlaplan
+from mlaplan._types import Int32Array
 from mlaplan.device import HostDevice
 from mlaplan.device.ring import StagingRing
 from mlaplan.layout import PlanArrays
@@ -200,12 +201,11 @@ def test_where_the_device_can_plan_the_host_does_not_wait(staging_slots: int) ->
 
 @pytest.mark.parametrize("staging_slots", [1, 8])
 def test_without_the_guard_snapshots_are_wrong(staging_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def acquire(self: StagingRing) -> int:
-        slot = self._next
-        self._next = (slot + 1) % len(self.areas)
-        return slot
+    def reserve(self: StagingRing) -> Int32Array:
+        self.ready = self.areas[self._next]
+        return self.ready
 
-    monkeypatch.setattr(StagingRing, "acquire", acquire)
+    monkeypatch.setattr(StagingRing, "reserve", reserve)
     run = Snapshots(staging_slots=staging_slots, on_device=False)
     assert run.planner.stats.waits == 0
     assert run.check() > 1000
@@ -235,22 +235,21 @@ def test_an_area_is_free_again_when_its_copy_ran(slots: int) -> None:
     copied_by: dict[int, int] = {}
     refused = 0
     for turn in range(3000):
-        slot = ring.acquire()
-        if slot is None:
+        area = ring.reserve()
+        if area is None:
             refused += 1
             if rng.random() < 0.2:
-                slot = ring.wait()
-        if slot is not None:
+                area = ring.wait()
+        if area is not None and rng.random() < 0.9:  # else the plan could not be written, and nothing is copied
+            slot = ring.take()
+            assert area is ring.areas[slot]
             assert device.completed >= copied_by.get(slot, 0), "the copy from this area has not run"
-            if rng.random() < 0.9:  # else the plan could not be written, and nothing is copied
-                device.upload(ring, slot, target, 4)
-                copied_by[slot] = device.submitted
+            device.upload(ring, slot, target, 4)
+            copied_by[slot] = device.submitted
         device.advance(min(device.submitted, device.completed + int(rng.integers(0, 2))))
         if turn % 50 == 0:
             device.advance(device.submitted)
-            # No copy is under way, so there is an area.
-            slot = ring.acquire()
-            assert slot is not None
+            assert ring.reserve() is not None, "no copy is under way, so there is an area"
     assert refused > 100
 
 
@@ -259,12 +258,13 @@ def test_waiting_for_an_area_does_not_move_the_mark() -> None:
     device = HostDevice(delayed=True)
     ring, target = device.staging(2, 4), device.allocate(4)
     for wanted in (0, 1):
-        assert ring.acquire() == wanted
+        assert ring.reserve() is ring.areas[wanted]
+        assert ring.take() == wanted
         device.upload(ring, wanted, target, 4)
     for _other in range(5):
-        assert ring.acquire() is None
+        assert ring.reserve() is None
         device.submit(lambda: None)
     device.advance(2)
-    assert ring.acquire() == 0
-    device.upload(ring, 0, target, 4)
-    assert ring.acquire() == 1
+    assert ring.reserve() is ring.areas[0]
+    device.upload(ring, ring.take(), target, 4)
+    assert ring.reserve() is ring.areas[1]

@@ -27,12 +27,13 @@ class StagingRing:
     """A few host areas that are filled in turn.
 
     The host may run thousands of operations ahead of the device, so an area may only be written again when the copy
-    from it has run. `acquire` answers that without waiting. Setting a marker costs part of a copy, so there are
+    from it has run. `reserve` answers that without waiting. Setting a marker costs part of a copy, so there are
     two groups of areas with a marker each: it is set when the first area of the other group is asked for, behind
     every copy of its own.
 
     Attributes:
         areas: The areas, int32, all of one size, at least two.
+        ready: The next area if it is known to be free, else None.
         sources: What the device copies from, one per area: the same memory as the device's kind of array.
         queue: The queue that the device copied on last, as the device names it.
     """
@@ -50,20 +51,30 @@ class StagingRing:
         self._markers = markers
         self.queue: Any = None
         self._per_group = -(-len(self.areas) // 2)
+        self.ready: Int32Array | None = self.areas[0]
         self._next = 0
         self._unmarked: Marker | None = None
 
-    def acquire(self) -> int | None:
+    def reserve(self) -> Int32Array | None:
         """Returns the next area if its last copy has run, None if it may not have."""
-        if self._next % self._per_group == 0 and not self._enter().done():
-            return None
-        return self._take()
+        if self.ready is None and (self._next % self._per_group or self._enter().done()):
+            self.ready = self.areas[self._next]
+        return self.ready
 
-    def wait(self) -> int:
+    def wait(self) -> Int32Array:
         """Returns the next area, after waiting for its last copy."""
-        if self._next % self._per_group == 0:
-            self._enter().wait()
-        return self._take()
+        if self.ready is None:
+            if self._next % self._per_group == 0:
+                self._enter().wait()
+            self.ready = self.areas[self._next]
+        return self.ready
+
+    def take(self) -> int:
+        """Returns the number of the area that is ready, from which the device is about to copy."""
+        slot = self._next
+        self.ready = None  # first, for it may be none but the next one's, whenever an interrupt comes
+        self._next = (slot + 1) % len(self.areas)
+        return slot
 
     def queued(self, slot: int) -> None:
         """Says that a copy from the area was queued."""
@@ -80,8 +91,3 @@ class StagingRing:
             self._unmarked.record()
             self._unmarked = None
         return self._markers[self._next // self._per_group]
-
-    def _take(self) -> int:
-        slot = self._next
-        self._next = (slot + 1) % len(self.areas)
-        return slot
