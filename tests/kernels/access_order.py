@@ -1,8 +1,10 @@
 """Watches what an interpreted kernel loads and stores, and names accesses that nothing puts in order.
 
-On a GPU the lanes of a block belong to threads, which thread has a lane differs from one load or store to the next, and
-only a barrier puts accesses of different threads in order. So between two barriers no word may be written by one access
-and touched by another one, and nothing that one program writes may be touched by another program of the launch.
+On a GPU the lanes of a block belong to threads, which thread has a lane differs from one load or store to the next,
+and only a barrier puts accesses of different threads in order. So between two barriers no word of 32 bits may be
+written by one access and touched by another one, and nothing that one program writes may be touched by another
+program of the launch.
+
 NVIDIA's racecheck asks the same of shared memory; it does not look at global memory.
 
 The interpreter runs one access after the other and so gives the right result either way. This is stricter than the
@@ -111,12 +113,18 @@ def watching(*, skipped: frozenset[str] = frozenset()) -> Iterator[Watch]:
     begin = InterpreterBuilder.set_grid_idx
 
     def watched_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
-        watch.load(ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)])
+        addresses = ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)]
+        if ptrs.get_element_ty().primitive_bitwidth == 64:
+            addresses = np.concatenate((addresses, addresses + 4))
+        watch.load(addresses)
         return load(self, ptrs, mask, *rest)
 
     def watched_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
         where = np.broadcast_to(mask.data, ptrs.data.shape)
-        watch.store(ptrs.data[where], np.broadcast_to(value.data, ptrs.data.shape)[where])
+        addresses, values = ptrs.data[where], np.broadcast_to(value.data, ptrs.data.shape)[where]
+        if ptrs.get_element_ty().primitive_bitwidth == 64:
+            addresses, values = np.concatenate((addresses, addresses + 4)), np.concatenate((values, values))
+        watch.store(addresses, values)
         return store(self, ptrs, value, mask, *rest)
 
     def watched_begin(self: Any, *index: int) -> Any:

@@ -98,6 +98,7 @@ def random_table(rng: np.random.Generator) -> CostTable:
         whole=whole,
         slot=int(rng.integers(0, 50)),
         merge=int(rng.choice([0, 1, 50, 800])),
+        cut=int(rng.choice([0, 0, 1, 40, 1000, 1 << 24])),
     )
 
 

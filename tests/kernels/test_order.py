@@ -6,16 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plan_cases import Arena, Case, random_case, wild_case
+from plan_cases import Arena, Case, random_case, wild_case, with_policy
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from access_order import Watch, watching
 
+from mlaplan.costs import CostTable
 from mlaplan.kernels.plan import plan
 from mlaplan.layout import PlanParams
 
+_TABLE = CostTable(block_tokens=64, block=2606, piece=1650, whole=1503, slot=4848, merge=243)
 _HANDLING = (("skip", "parallel"), ("aiter", "parallel"), ("aiter", "serial"))
 
 
@@ -34,6 +36,25 @@ def _cases(rng: np.random.Generator) -> list[Case]:
         if fold == 1:
             starts[300:310] = starts[300:310][::-1]
         cases.append(Case("several blocks", starts, lens, 1200, params))
+    return cases
+
+
+def _policy_cases(rng: np.random.Generator, policy: str) -> list[Case]:
+    """Few rows and many, of which several share a slot or none does; a dummy request; falling boundaries."""
+    cases = [with_policy(rng, make(rng, max_rows=20), policy) for make in (random_case, wild_case)]
+    falling = Case(
+        "falling",
+        np.array([0, 5, 3, 9], np.int32),
+        np.array([700, 40, 9], np.int32),
+        12,
+        PlanParams(topk=2048, num_cus=80),
+    )
+    cases.append(with_policy(rng, falling, policy))
+    lens = rng.integers(1, 2049, 70).astype(np.int32)
+    lens[7] = 0
+    for num_cus in (256, 7):
+        params = PlanParams(topk=2048, num_cus=num_cus, split_budget=-1, policy=policy, cost_table=_TABLE)
+        cases.append(Case(f"70 rows on {num_cus}", np.arange(71, dtype=np.int32), lens, 75, params))
     return cases
 
 
@@ -58,3 +79,16 @@ def test_the_plan_kernel_orders_what_it_passes_on(rng: np.random.Generator) -> N
     assert not watch.conflicts, "\n".join(watch.conflicts)
     for barrier in sorted(watch.barriers):
         assert _run(cases, frozenset([barrier])).conflicts, f"the barrier at {barrier} orders nothing"
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("policy", ["balanced", "invariant"])
+def test_the_plan_kernels_of_policies_order_what_they_pass_on(rng: np.random.Generator, policy: str) -> None:
+    cases = _policy_cases(rng, policy)
+    watch = _run(cases)
+    assert not watch.conflicts, "\n".join(watch.conflicts)
+    own = f"plan_{policy}.py"
+    barriers = sorted(barrier for barrier in watch.barriers if barrier.startswith(own))
+    assert barriers
+    for barrier in barriers:
+        assert _run(cases[::-1], frozenset([barrier])).conflicts, f"the barrier at {barrier} orders nothing"

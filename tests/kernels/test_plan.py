@@ -23,7 +23,7 @@ from plan_cases import (
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlaplan.costs import CostTable
+from mlaplan.costs import DEFAULT, CostTable, portable_default
 from mlaplan.kernels.plan import plan
 from mlaplan.layout import PlanArrays, PlanParams
 
@@ -134,6 +134,13 @@ def test_reference_vectors_interpreted(runner: Runner, shared: Path) -> None:
 
 
 @pytest.mark.interpret
+def test_reference_batches_are_balanced_interpreted(runner: Runner, shared: Path) -> None:
+    """The batches of small reference vectors under `balanced`; the compiled kernel is compared for all of them."""
+    vectors = [vector for vector in golden_vectors(shared) if vector["qk_batch_ratio"] * len(vector["kv_indptr"]) < 40]
+    _check_balanced(runner, vectors[::4])
+
+
+@pytest.mark.interpret
 def test_a_difference_would_be_seen(runner: Runner, rng: np.random.Generator) -> None:
     """Every word of the arena is compared: changing any one of them is noticed."""
     case = random_case(rng, max_rows=20)
@@ -213,6 +220,13 @@ def test_reference_vectors(runner: Runner, shared: Path) -> None:
 
 
 @pytest.mark.gpu
+def test_reference_batches_are_balanced(runner: Runner, shared: Path) -> None:
+    """Those without fold, in a few classes of rows: each class and fold is a compilation."""
+    vectors = [vector for vector in golden_vectors(shared) if vector["qk_batch_ratio"] == 1]
+    _check_balanced(runner, vectors, classes=(64, 256, 1024, 4096))
+
+
+@pytest.mark.gpu
 def test_replay_is_a_plan_of_what_the_device_holds(device: str, rng: np.random.Generator) -> None:
     """One capture, replayed for other boundaries and lengths, stale and wild ones between good ones."""
     params = PlanParams(topk=2048, num_cus=304)
@@ -247,3 +261,12 @@ def _check_vectors(runner: Runner, vectors: list[dict[str, Any]]) -> None:
             arena = Arena(case.num_rows, case.params)
             assert not golden_difference(vector, arena.views(words), wanted), case.name
             assert not arena.difference(case, words)
+
+
+def _check_balanced(runner: Runner, vectors: list[dict[str, Any]], classes: tuple[int, ...] = ()) -> None:
+    for vector in vectors:
+        case, _ = golden_cases(vector)[0]
+        num_rows = min((size for size in classes if size >= case.num_rows), default=case.num_rows)
+        for table in (DEFAULT, portable_default(16, 64)):
+            params = replace(case.params, policy="balanced", cost_table=table, empty_rows="skip", variant="parallel")
+            runner.check(replace(case, name=f"{case.name}, balanced", num_rows=num_rows, params=params))

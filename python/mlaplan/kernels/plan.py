@@ -208,6 +208,8 @@ def _plan_kernel(
 
 # Measured on an H200: fewer warps write too slowly, more wait too long for each other.
 _WARPS = {8: 1, 16: 1, 32: 1, 64: 2, 128: 4, 256: 8, 512: 8, 1024: 8}
+# Under "balanced" as few as do not share a scheduler, but enough to hold 64 lanes once and a block without spills.
+_BALANCED_WARPS = {8: 2, 16: 2, 32: 2, 64: 2, 128: 4, 256: 4, 512: 4, 1024: 8}
 
 
 def plan_launch(query_start_loc: Any, seq_lens: Any, arrays: PlanArrays, params: PlanParams) -> Launch:
@@ -247,10 +249,10 @@ def plan_launch(query_start_loc: Any, seq_lens: Any, arrays: PlanArrays, params:
     constants |= {"FRESH": min(8, max(1, 256 // block)), "EVEN": tiles % 4 == 0}
     budget = 0 if params.split_budget is None else params.split_budget
     if params.policy == "balanced":
-        tokens, cost, piece, whole, merge = _costs(params)
+        tokens, cost, piece, whole, merge, cut = _costs(params)
         span = max(whole, 2 * piece) + cost + max(0, piece - whole)
-        rest = (budget, tokens, cost, piece, whole, merge, span)
-        return Launch(balanced_kernel, (1,), (*before, *rest), constants, {"num_warps": min(4, _WARPS[block])})
+        rest = (budget, tokens, cost, piece, whole, merge, cut, span)
+        return Launch(balanced_kernel, (1,), (*before, *rest), constants, {"num_warps": _BALANCED_WARPS[block]})
     empty = SKIP if params.empty_rows == "skip" else SERIAL if params.variant == "serial" else PARALLEL
     constants |= {"EMPTY": empty.value, "ONE": tiles <= block}
     rest = (budget, params.min_tokens_per_split)
@@ -262,10 +264,10 @@ def _half(num_requests: int) -> int:
     return 1 << max(num_requests, 1).bit_length() - 1
 
 
-def _costs(params: PlanParams) -> tuple[int, int, int, int, int]:
-    """The cost table's tokens of a block, and what a block, a piece, a whole row and a merged piece cost."""
-    tokens, block, piece, whole, _, merge = cast("CostTable", params.cost_table).fields
-    return tokens, block, piece, whole, merge
+def _costs(params: PlanParams) -> tuple[int, int, int, int, int, int]:
+    """The cost table's tokens of a block; what a block, a piece, a whole row, a merged piece and any merge cost."""
+    tokens, block, piece, whole, _, merge, cut = cast("CostTable", params.cost_table).fields
+    return tokens, block, piece, whole, merge, cut
 
 
 def plan(query_start_loc: Any, seq_lens: Any, arrays: PlanArrays, params: PlanParams) -> None:
@@ -277,8 +279,8 @@ def plan(query_start_loc: Any, seq_lens: Any, arrays: PlanArrays, params: PlanPa
     Args:
         query_start_loc: Shape (R + 1,), int32, contiguous, any values.
         seq_lens: Shape (R,), int32, contiguous, any values.
-        arrays: The arrays of a class of P rows, contiguous, `reduce_indptr` at a multiple of 16 bytes; written in
-            place.
+        arrays: The arrays of a class of P rows, contiguous, `reduce_indptr` and `work_info` at multiples of 16 bytes;
+            written in place.
         params: What the plan depends on beside the batch. The caller keeps `P * topk < 2**31`.
 
     Raises:
@@ -306,8 +308,10 @@ def _check(query_start_loc: Any, num_requests: int, arrays: PlanArrays, params: 
         raise ValueError(
             f"topk is {params.topk}, expected less: {num_tiles} tiles weigh {weight} blocks, at most 2**31 - 1"
         )
-    if _address(arrays.reduce_indptr) % 16:
-        raise ValueError(f"reduce_indptr is at address {_address(arrays.reduce_indptr):#x}, expected a multiple of 16")
+    for name in ("reduce_indptr", "work_info"):
+        address = _address(getattr(arrays, name))
+        if address % 16:
+            raise ValueError(f"{name} is at address {address:#x}, expected a multiple of 16")
     expected = (
         ("query_start_loc", query_start_loc, (num_requests + 1,)),
         ("kv_indptr", arrays.kv_indptr, (num_rows + 1,)),

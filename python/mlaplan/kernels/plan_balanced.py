@@ -1,7 +1,7 @@
 """The plan kernel of the policy `balanced`, by the words of `docs/design.md` section 6.
 
-All 64 costs that a slot may be filled up to are tried in one walk, each by a lane of its own; a second walk finds the
-rooms under the least that is enough. aiter's walk is priced beside them and written where it is cheaper.
+`plan_fill.py` finds the least cost that slots may be filled up to, and the fill under it. aiter's walk is priced here,
+and written where it is cheaper.
 """
 
 from __future__ import annotations
@@ -9,6 +9,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mlaplan.kernels.plan_fill import (
+    LANES,
+    blocks_of,
+    cost_words,
+    divisor,
+    fill_cuts,
+    find_rests,
+    least_capacity,
+    slot_words,
+    store_records,
+    survey_records,
+)
 from mlaplan.kernels.plan_rows import (
     FALLING,
     TAIL,
@@ -23,57 +35,20 @@ from mlaplan.kernels.plan_rows import (
 from mlaplan.kernels.plan_walk import find_rooms, first_state
 from mlaplan.kernels.plan_works import PARTIALS_SHIFT, aiter_cuts, aiter_size, slots_and_works, write_works
 
-_CANDIDATES = tl.constexpr(64)
 _SPLITS = tl.constexpr(256)  # splits that are weighed at a time
 _NONE = tl.constexpr((1 << 31) - 1)
 _SKIP = tl.constexpr(0)
 
 
 @triton.jit
-def _divide(number, by, inverse):
-    """The whole quotient of numbers below 2^31, itself below 2^20; `inverse` is 1 / `by` in 32 bits."""
-    quotient = (number.to(tl.float32) * inverse).to(tl.int32)
-    rest = number - quotient * by
-    return quotient + (rest >= by).to(tl.int32) - (rest < 0).to(tl.int32)
-
-
-@triton.jit
-def _blocks(tokens, block_tokens):
-    return tl.where(tokens > 0, (tl.maximum(tokens, 1) - 1) // block_tokens + 1, 0)
-
-
-@triton.jit
-def _pour(blocks, room, capacity, most, inverse_most, block, inverse_block, piece, whole):
-    """Fills slots of a capacity with tiles of at least one block that find these rooms.
-
-    Returns whether a tile fits as a whole, else its blocks for the open slot, the slots it opens, and the room behind
-    it. `most` is what a slot takes of a tile at a time.
-    """
-    need = whole + blocks * block
-    fits = need <= room
-    spare = tl.minimum(tl.maximum(room - piece, 0), (blocks - 1) * block)
-    head = _divide(spare, block, inverse_block)
-    left = blocks - head
-    alone = (head == 0) & (need <= capacity)
-    # As a piece all of it would fit, but there is no such piece: the last block goes into a slot of its own.
-    short = (head == 0) & (most >= blocks)
-    pieces = _divide(left + most - 1, most, inverse_most)
-    last = tl.where(short, 1, left - (pieces - 1) * most)
-    pieces = tl.where(short, 2, pieces)
-    after = tl.where(alone, capacity - need, capacity - piece - last * block)
-    fresh = tl.where(fits, 0, tl.where(alone, 1, pieces))
-    return fits, head, fresh, tl.where(fits, room - need, after)
-
-
-@triton.jit
-def _best_split(blocks, num_cus, block, piece, whole, merge):
+def _best_split(blocks, num_cus, block, piece, whole, merge, cut):
     """The fewest pieces that finish a row of so many blocks first."""
     count = tl.minimum(tl.maximum(blocks, 1), num_cus)
     best = tl.full([], (1 << 62) - 1, tl.int64)
     for first in range(1, count + 1, _SPLITS):
         pieces = first + tl.arange(0, _SPLITS)
         longest = (blocks + pieces - 1) // pieces
-        cost = piece + longest.to(tl.int64) * block + pieces.to(tl.int64) * merge
+        cost = piece + longest.to(tl.int64) * block + pieces.to(tl.int64) * merge + cut
         cost = tl.where(pieces == 1, whole + longest.to(tl.int64) * block, cost)
         key = tl.where(pieces <= count, (cost << 17) + pieces, (1 << 62) - 1)
         best = tl.minimum(best, tl.min(key, 0))
@@ -96,19 +71,20 @@ def _follow(has, head, tail, best, other_has, other_head, other_tail, other_best
 
 
 @triton.jit
-def _price(head, uses_open, fresh, size, length, block_tokens, block, piece, whole):
+def _price(head, uses_open, fresh, size, length, per_block, block, piece, whole):
     """What a tile's works cost, as a run of one tile."""
     fixed = tl.where(fresh + uses_open.to(tl.int32) > 1, piece, whole)
-    begin = tl.where(uses_open, fixed + _blocks(head, block_tokens) * block, 0)
+    begin = tl.where(uses_open, fixed + blocks_of(head, per_block) * block, 0)
     rest = length - head - (tl.maximum(fresh, 1) - 1) * tl.where(fresh > 1, size, 0)
-    end = tl.where(fresh > 0, fixed + _blocks(rest, block_tokens) * block, begin)
-    between = tl.where(fresh > 1, piece + _blocks(tl.where(fresh > 1, size, 0), block_tokens) * block, 0)
-    return (fresh > 0).to(tl.int32), begin, end, between
+    end = tl.where(fresh > 0, fixed + blocks_of(rest, per_block) * block, begin)
+    # Of use only where a tile is longer than that: else it may pass 32 bits.
+    between = piece + blocks_of(size, per_block) * block
+    return (fresh > 0).to(tl.int32), begin, end, tl.where(fresh > 1, between, 0)
 
 
 @triton.jit
-def _last_of(values, index, BLOCK: tl.constexpr):
-    return tl.sum(tl.where(index == BLOCK - 1, values, 0), 0)
+def _add_seven(a0, a1, a2, a3, a4, a5, a6, b0, b1, b2, b3, b4, b5, b6):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6
 
 
 @triton.jit
@@ -120,156 +96,72 @@ def _load_tiles(kv_indptr_ptr, tile, tiles, FOLD: tl.constexpr):
 
 
 @triton.jit
-def _aiter_block(
-    scratch_ptr,
-    tile,
-    base,
-    tiles,
-    kept,
-    start,
-    length,
-    before,
-    share,
-    state,
-    BLOCK: tl.constexpr,
-    FOLD: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """How aiter's walk cuts one block of tiles; also the sum of needs and the state behind it."""
-    need = weights(length, tile < tiles, _SKIP)
-    weight = before + tl.cumsum(need, 0)
-    room, state = find_rooms(scratch_ptr, tile, base, tiles, kept, weight, need, share, state, BLOCK, _SKIP, EVEN)
-    head, uses_open, fresh = aiter_cuts(tile, start, length, room, tile < tiles, share, FOLD, _SKIP)
-    return head, uses_open, fresh, before + tl.sum(need, 0), state
-
-
-@triton.jit
-def _price_aiter(
+def _survey_tiles(
     kv_indptr_ptr,
-    scratch_ptr,
+    rooms_ptr,
+    records_ptr,
     tiles,
     kept,
+    counted,
     share,
-    block_tokens,
+    per_block,
     block,
     piece,
     whole,
+    costs,
     BLOCK: tl.constexpr,
     FOLD: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """The longest slot of aiter's walk by the cost table."""
+    """Returns the longest slot of aiter's walk and whether it cuts a tile.
+
+    Leaves the room that each tile finds in the walk, and the records of the `counted` tiles that are not empty.
+    """
     state = first_state(share, _SKIP)
     before = 0
     has = 0
     first = 0
     last = 0
     best = 0
+    is_cut = 0
+    filled = 0
     for base in range(0, tiles, BLOCK):
         index = tl.arange(0, BLOCK)
         tile = base + index
         start, length = _load_tiles(kv_indptr_ptr, tile, tiles, FOLD)
-        head, uses_open, fresh, before, state = _aiter_block(
-            scratch_ptr, tile, base, tiles, kept, start, length, before, share, state, BLOCK, FOLD, EVEN
-        )
-        run = _price(head, uses_open, fresh, aiter_size(share), length, block_tokens, block, piece, whole)
+        inside = tile < tiles
+        need = weights(length, inside, _SKIP)
+        weight = before + tl.cumsum(need, 0)
+        room, state = find_rooms(rooms_ptr, tile, base, tiles, kept, weight, need, share, state, BLOCK, _SKIP, EVEN)
+        head, uses_open, fresh = aiter_cuts(tile, start, length, room, inside, share, FOLD, _SKIP)
+        run = _price(head, uses_open, fresh, aiter_size(share), length, per_block, block, piece, whole)
         a, b, c, d = tl.associative_scan(run, 0, _follow)
-        has, first, last, best = _follow(
-            has,
-            first,
-            last,
-            best,
-            _last_of(a, index, BLOCK),
-            _last_of(b, index, BLOCK),
-            _last_of(c, index, BLOCK),
-            _last_of(d, index, BLOCK),
+        blocks = blocks_of(length, per_block)
+        is_filled = (blocks > 0).to(tl.int32)
+        rank = filled + tl.cumsum(is_filled, 0) - is_filled
+        store_records(records_ptr, counted, tile, blocks, rank, costs)
+        tl.debug_barrier()  # the walk used these words, and other threads than those that write them
+        tl.store(rooms_ptr + tile, room, mask=inside)
+        ends = index == BLOCK - 1
+        cuts = (fresh + uses_open.to(tl.int32) > 1).to(tl.int32)
+        a, b, c, d, cuts, needs, blocks = tl.reduce(
+            (
+                tl.where(ends, a, 0),
+                tl.where(ends, b, 0),
+                tl.where(ends, c, 0),
+                tl.where(ends, d, 0),
+                cuts,
+                need,
+                is_filled,
+            ),
+            0,
+            _add_seven,
         )
-    tl.debug_barrier()  # what comes next writes the walk's words
-    return tl.maximum(best, tl.maximum(first, last))
-
-
-@triton.jit
-def _count_blocks(
-    kv_indptr_ptr, scratch_ptr, tiles, block_tokens, block, whole, BLOCK: tl.constexpr, FOLD: tl.constexpr
-):
-    """Leaves the blocks of every tile; returns what all tiles cost as a whole, and the fewest blocks of one."""
-    load = tl.zeros([], tl.int64)
-    fewest = _NONE
-    for base in range(0, tiles, BLOCK):
-        tile = base + tl.arange(0, BLOCK)
-        _, length = _load_tiles(kv_indptr_ptr, tile, tiles, FOLD)
-        blocks = _blocks(length, block_tokens)
-        tl.store(scratch_ptr + tile, blocks, mask=tile < tiles)
-        load += tl.sum(tl.where(blocks > 0, whole + blocks.to(tl.int64) * block, 0), 0)
-        fewest = tl.minimum(fewest, tl.min(tl.where(blocks > 0, blocks, _NONE), 0))
-    return load, fewest
-
-
-@triton.jit
-def _least_capacity(scratch_ptr, tiles, num_slots, fewest, low, step, block, inverse_block, piece, whole):
-    """The least of the 64 capacities under which the fill needs no more than `num_slots` slots."""
-    lane = tl.arange(0, _CANDIDATES)
-    capacity = low + lane * step
-    most = (capacity - piece) // block
-    inverse_most = 1.0 / most.to(tl.float32)
-    room = capacity
-    opened = tl.zeros([_CANDIDATES], tl.int32)
-    nobody = tl.zeros([_CANDIDATES], tl.int32)
-    following = tl.load(scratch_ptr + nobody, mask=nobody < tiles, other=0)
-    for index in range(tiles):
-        blocks = following
-        following = tl.load(scratch_ptr + nobody + index + 1, mask=nobody + index + 1 < tiles, other=0)
-        _, _, fresh, after = _pour(
-            tl.maximum(blocks, 1), room, capacity, most, inverse_most, block, inverse_block, piece, whole
-        )
-        opened += tl.where(blocks > 0, fresh, 0)
-        room = tl.where(blocks > 0, after, room)
-    enough = (opened < num_slots) & ((fewest > 1) | (whole + block <= capacity))
-    return tl.min(tl.where(enough | (lane == _CANDIDATES - 1), capacity, _NONE), 0)
-
-
-@triton.jit
-def _fill_block(
-    scratch_ptr,
-    tile,
-    base,
-    tiles,
-    length,
-    capacity,
-    most,
-    room,
-    block_tokens,
-    block,
-    inverse_block,
-    piece,
-    whole,
-    BLOCK: tl.constexpr,
-):
-    """How the fill cuts one block of tiles, the size of pieces in tokens, and the room behind it."""
-    only = tl.arange(0, 1)
-    now = only + room
-    full = only + capacity
-    limit = only + most
-    inverse_most = 1.0 / limit.to(tl.float32)
-    rooms = tl.zeros([BLOCK], tl.int32)
-    end = tl.minimum(tiles, base + BLOCK)
-    following = tl.load(scratch_ptr + base + only)
-    for index in range(base, end):
-        blocks = following
-        following = tl.load(scratch_ptr + index + 1 + only, mask=index + 1 + only < end, other=0)
-        rooms = tl.where(tile == index, now, rooms)
-        _, _, _, after = _pour(
-            tl.maximum(blocks, 1), now, full, limit, inverse_most, block, inverse_block, piece, whole
-        )
-        now = tl.where(blocks > 0, after, now)
-    blocks = tl.load(scratch_ptr + tile, mask=tile < tiles, other=0)
-    counted = tl.maximum(blocks, 1)
-    inverse = 1.0 / most.to(tl.float32)
-    fits, head, fresh, _ = _pour(counted, rooms, capacity, most, inverse, block, inverse_block, piece, whole)
-    fresh = tl.where(blocks > 0, fresh, 0)
-    uses_open = (fits | (head > 0)) & (blocks > 0)
-    size = tl.where((head == 0) & (fresh == 1), length, tl.minimum(most, counted - 1) * block_tokens)
-    return tl.where(fits, length, head * block_tokens), uses_open, fresh, size, tl.max(now, 0)
+        has, first, last, best = _follow(has, first, last, best, a, b, c, d)
+        is_cut += cuts
+        before += needs
+        filled += blocks
+    return tl.maximum(best, tl.maximum(first, last)), is_cut
 
 
 @triton.jit(
@@ -285,6 +177,7 @@ def _fill_block(
         "piece",
         "whole",
         "merge",
+        "cut",
         "span",
     ],
     do_not_specialize_on_alignment=[
@@ -315,6 +208,7 @@ def balanced_kernel(
     piece,
     whole,
     merge,
+    cut,
     span,
     BLOCK: tl.constexpr,
     FRESH: tl.constexpr,
@@ -350,63 +244,51 @@ def balanced_kernel(
     kept = num_rows * FOLD
     counted = filled * FOLD
     budget = split_budget
+    per_block = divisor(block_tokens)
+    longest_blocks = blocks_of(longest, per_block)
     if split_budget == 0:
-        budget = _best_split(_blocks(longest, block_tokens), num_cus, block, piece, whole, merge)
+        budget = _best_split(longest_blocks, num_cus, block, piece, whole, merge, cut)
     share = share_of_slot(weight * FOLD, counted, longest, num_cus, budget, 1)
     num_slots = slots_of(counted, num_cus, budget)
-    aiter_longest = _price_aiter(
+    costs = cost_words(block, piece, whole)
+    aiter_longest, is_cut = _survey_tiles(
         kv_indptr_ptr,
         reduce_indptr_ptr,
+        work_info_ptr,
         tiles,
         kept,
+        counted,
         share,
-        block_tokens,
+        per_block,
         block,
         piece,
         whole,
+        costs,
         BLOCK,
         FOLD,
         EVEN,
     )
-    load, fewest = _count_blocks(kv_indptr_ptr, reduce_indptr_ptr, tiles, block_tokens, block, whole, BLOCK, FOLD)
     tl.debug_barrier()
-    low = tl.maximum(((load + num_slots - 1) // num_slots).to(tl.int32), piece + block)
-    step = tl.maximum((span + _CANDIDATES - 2) // (_CANDIDATES - 1), 1)
-    inverse_block = 1.0 / block.to(tl.float32)
-    capacity = _least_capacity(
-        reduce_indptr_ptr, tiles, num_slots, fewest, low, step, block, inverse_block, piece, whole
-    )
-    tl.debug_barrier()  # aiter's walk writes where the blocks of the tiles were read
-    takes = (capacity - piece) // block
-    state = first_state(share, _SKIP)
-    before = 0
-    room = capacity
+    load, fewest = survey_records(work_info_ptr, counted, BLOCK)
+    low = tl.maximum(((load // 2 + num_slots - 1) // num_slots).to(tl.int32), piece + block)
+    step = tl.maximum((span + LANES - 2) // (LANES - 1), 1)
+    capacity, lane = least_capacity(work_info_ptr, counted, num_slots, fewest, longest_blocks, low, step, costs)
+    slot = slot_words(capacity, costs)
+    takes_walk = aiter_longest < capacity + tl.where(is_cut > 0, 0, cut)
+    if takes_walk == 0:
+        tl.debug_barrier()
+        find_rests(work_info_ptr, reduce_indptr_ptr, counted, lane, slot, costs)
+        tl.debug_barrier()
     sums = tl.zeros([], tl.int64)
     for base in range(0, tiles, BLOCK):
         tile = base + tl.arange(0, BLOCK)
+        inside = tile < tiles
         start, length = _load_tiles(kv_indptr_ptr, tile, tiles, FOLD)
-        if aiter_longest < capacity:
-            head, uses_open, fresh, before, state = _aiter_block(
-                reduce_indptr_ptr, tile, base, tiles, kept, start, length, before, share, state, BLOCK, FOLD, EVEN
-            )
-            size = tl.zeros([BLOCK], tl.int32) + aiter_size(share)
-        else:
-            head, uses_open, fresh, size, room = _fill_block(
-                reduce_indptr_ptr,
-                tile,
-                base,
-                tiles,
-                length,
-                capacity,
-                takes,
-                room,
-                block_tokens,
-                block,
-                inverse_block,
-                piece,
-                whole,
-                BLOCK,
-            )
+        # The room that a tile finds in the walk, or its rest in the fill.
+        found = tl.load(reduce_indptr_ptr + tile, mask=inside, other=0)
+        head, uses_open, fresh = aiter_cuts(tile, start, length, found, inside, share, FOLD, _SKIP)
+        fill_head, fill_open, fill_fresh, fill_size = fill_cuts(length, found, block_tokens, per_block, slot, costs)
+        size = tl.where(takes_walk, aiter_size(share), fill_size)
         sums = write_works(
             work_indptr_ptr,
             reduce_indptr_ptr,
@@ -414,11 +296,11 @@ def balanced_kernel(
             tile,
             start,
             length,
-            head,
-            uses_open,
-            fresh,
+            tl.where(takes_walk, head, fill_head),
+            tl.where(takes_walk, uses_open, fill_open),
+            tl.where(takes_walk, fresh, fill_fresh),
             size[:, None],
-            tile < tiles,
+            inside,
             sums,
             FRESH,
         )

@@ -1,0 +1,283 @@
+"""The parts of the kernel of `balanced` by the words of `docs/design.md`, far beyond the numbers that batches bring."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from plan_cases import Arena, Case
+
+torch = pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+from triton import language as tl
+
+import mlaplan
+from mlaplan.costs import CostTable
+from mlaplan.kernels import plan_fill
+from mlaplan.kernels.plan import plan
+from mlaplan.layout import PlanParams
+
+_STATES = 2048
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _divide_kernel(number_ptr, by_ptr, out_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, N803
+    index = tl.arange(0, BLOCK)
+    factor, shift = plan_fill.divisor(tl.load(by_ptr + index))
+    number = tl.load(number_ptr + index)
+    tl.store(out_ptr + index, plan_fill._divide(number + number, factor, shift))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _pour_kernel(  # type: ignore[no-untyped-def] # noqa: ANN202
+    blocks_ptr,  # noqa: ANN001
+    room_ptr,  # noqa: ANN001
+    capacity_ptr,  # noqa: ANN001
+    out_ptr,  # noqa: ANN001
+    block,  # noqa: ANN001
+    piece,  # noqa: ANN001
+    whole,  # noqa: ANN001
+    BLOCK: tl.constexpr,  # noqa: N803
+    SHORT: tl.constexpr,  # noqa: N803
+):
+    """One tile in each lane: whether it fits, blocks for the open slot, slots opened, room behind."""
+    index = tl.arange(0, BLOCK)
+    blocks, room = tl.load(blocks_ptr + index), tl.load(room_ptr + index)
+    costs = plan_fill.cost_words(block, piece, whole)
+    slot = plan_fill.slot_words(tl.load(capacity_ptr + index), costs)
+    need = plan_fill._whole_cost(blocks, costs)
+    if SHORT:
+        is_crowded, spare = plan_fill._pour_short(blocks - 1, need, 2 * (room - piece), slot, costs)
+        tl.store(out_ptr + index, is_crowded + 1)
+        tl.store(out_ptr + 3 * BLOCK + index, spare // 2 + piece)
+    else:
+        offset = plan_fill._spare_over_rest(slot, costs)
+        is_crowded, is_bare, head, fresh, rest = plan_fill._pour(
+            blocks - 1, need, 2 * (room - piece) - offset, slot, costs
+        )
+        tl.store(out_ptr + index, is_crowded + 1)
+        tl.store(out_ptr + BLOCK + index, tl.where(is_bare == 0, head, 0))
+        tl.store(out_ptr + 2 * BLOCK + index, fresh)
+        tl.store(out_ptr + 3 * BLOCK + index, (rest + offset) // 2 + piece)
+
+
+def _definition(blocks: int, room: int, capacity: int, table: CostTable) -> tuple[bool, int, int, int]:
+    """The same for one tile, by the definition's words."""
+    block, piece, whole = table.block, table.piece, table.whole
+    need = whole + blocks * block
+    if need <= room:
+        return True, blocks, 0, room - need
+    head = min(blocks - 1, (room - piece) // block) if room >= piece else 0
+    if head < 1 and need <= capacity:
+        return False, 0, 1, capacity - need
+    head = max(head, 0)
+    most = min(blocks - 1, (capacity - piece) // block)
+    left = blocks - head
+    fresh = -(-left // most)
+    return False, head, fresh, capacity - piece - (left - (fresh - 1) * most) * block
+
+
+def _tables(rng: np.random.Generator) -> list[CostTable]:
+    """Any proportions: `piece` far below and above `whole`, blocks cheap and dear, costs at their limit."""
+    tables = [
+        CostTable(block_tokens=16, block=1, piece=1 << 24, whole=1 << 24),
+        CostTable(block_tokens=16, block=1 << 24, piece=1 << 24, whole=0),
+        CostTable(block_tokens=16, block=1, piece=0, whole=0),
+        CostTable(block_tokens=16, block=1, piece=0, whole=1 << 24),
+        CostTable(block_tokens=16, block=(1 << 24) - 1, piece=(1 << 24) - 1, whole=3),
+    ]
+    for _ in range(25):
+        block, whole = int(rng.integers(1, 1 << rng.integers(1, 24))), int(rng.integers(0, 1 << rng.integers(1, 24)))
+        piece = min(block + whole, int(rng.integers(0, 1 << rng.integers(1, 25))), 1 << 24)
+        tables.append(CostTable(block_tokens=16, block=block, piece=piece, whole=whole))
+    return tables
+
+
+def _states(rng: np.random.Generator, table: CostTable) -> tuple[np.ndarray[Any, Any], ...]:
+    """Blocks, rooms and capacities up to what the planner accepts, most of them where something changes."""
+    most = (1 << 30) - 64 - table.whole - table.piece
+    largest = min(1 << 20, most // table.block)
+    blocks = np.clip(rng.integers(1, 1 << rng.integers(1, 21), _STATES), 1, largest)
+    count = np.clip(rng.integers(1, 1 << rng.integers(1, 21), _STATES), 1, largest)
+    near = rng.random(_STATES) < 0.5
+    count[near] = np.clip(blocks[near] + rng.integers(-2, 3, int(near.sum())), 1, largest)
+    jitter = rng.integers(0, table.block, _STATES)
+    capacity = table.piece + count * table.block + np.where(rng.random(_STATES) < 0.5, jitter, 0)
+    capacity += np.where(rng.random(_STATES) < 0.5, table.whole, 0)
+    capacity[blocks == 1] = np.maximum(capacity[blocks == 1], table.whole + table.block)
+    taken = rng.integers(0, count + 1) * table.block + np.where(rng.random(_STATES) < 0.5, table.piece, table.whole)
+    room = np.clip(capacity - taken - rng.integers(-2, 3, _STATES), 0, capacity)
+    room[::7] = capacity[::7]
+    need = table.whole + blocks * table.block
+    room[::11] = np.clip(need[::11] + rng.integers(-1, 2, need[::11].size), 0, capacity[::11])
+    return tuple(array.astype(np.int32) for array in (blocks, room, capacity))
+
+
+@pytest.mark.interpret
+def test_quotients_are_exact_interpreted(rng: np.random.Generator) -> None:
+    size = 1 << 14
+    for turn in range(10):
+        by = rng.integers(1, 1 << int(rng.integers(1, 32)), size)
+        near = np.clip((1 << rng.integers(0, 32, size)) + rng.integers(-2, 3, size), 1, (1 << 31) - 1)
+        by = np.where(rng.random(size) < 0.5, by, near)
+        number = rng.integers(0, 1 << 30, size)
+        number = np.where(rng.random(size) < 0.3, number, number // by * by - (rng.random(size) < 0.5)).clip(0)
+        if turn == 0:
+            number[:] = (1 << 30) - 1
+        inputs = [torch.from_numpy(array.astype(np.int32)) for array in (number, by)]
+        out = torch.empty(size, dtype=torch.int32)
+        _divide_kernel[(1,)](*inputs, out, BLOCK=size)
+        np.testing.assert_array_equal(out.numpy(), number // by)
+
+
+@pytest.mark.interpret
+def test_one_tile_is_poured_by_the_definition_interpreted(rng: np.random.Generator) -> None:
+    seen = set()
+    for table in _tables(rng):
+        for _ in range(2):
+            blocks, room, capacity = _states(rng, table)
+            inputs = [torch.from_numpy(array) for array in (blocks, room, capacity)]
+            out = torch.empty((4, _STATES), dtype=torch.int32)
+            costs = table.block, table.piece, table.whole
+            _pour_kernel[(1,)](*inputs, out, *costs, BLOCK=_STATES, SHORT=False)
+            short = torch.empty((4, _STATES), dtype=torch.int32)
+            _pour_kernel[(1,)](*inputs, short, *costs, BLOCK=_STATES, SHORT=True)
+            for state, (n, r, x) in enumerate(zip(blocks.tolist(), room.tolist(), capacity.tolist(), strict=True)):
+                fits, head, fresh, after = _definition(n, r, x, table)
+                got = out[:, state].tolist()
+                where = f"{n} blocks, room {r} of {x}: {table}"
+                assert (got[0], got[3]) == (int(fits), after), where
+                assert fits or (got[1], got[2]) == (head, fresh), where
+                is_short = table.whole + n * table.block <= x
+                if is_short:
+                    assert (int(short[0, state]), int(short[3, state])) == (int(fits), after), where
+                seen.add((fits, head > 0, min(fresh, 3), is_short))
+    wanted = {(True, True, 0, True), (False, True, 1, True), (False, False, 1, True), (False, True, 1, False)}
+    wanted |= {(False, True, 3, False), (False, False, 2, False), (False, False, 3, False)}
+    assert seen >= wanted, wanted - seen
+
+
+_PORTABLE = CostTable(block_tokens=64, block=2606, piece=1650, whole=1503, slot=4848, merge=243, cut=3000)
+_DEAR_PIECES = CostTable(block_tokens=16, block=3, piece=900, whole=900, merge=1, cut=7)
+_DEAR_ROWS = CostTable(block_tokens=16, block=3, piece=5, whole=900, merge=1)
+
+
+def _largest(rows: int, params: PlanParams) -> CostTable:
+    """Costs in some proportion, as large as they are accepted."""
+    size = {"rows": rows, "topk": params.topk, "num_cus": params.num_cus, "fold": params.fold}
+    for block in range(1 << 24, 0, -(1 << 15)):
+        table = CostTable(block_tokens=64, block=block, piece=block // 2, whole=block // 3, cut=1 << 24)
+        if table.longest_slot_bound(**size) <= 1 << 30:
+            return table
+    raise AssertionError("no table is accepted")
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("table", [_PORTABLE, _DEAR_PIECES, _DEAR_ROWS, None])
+@pytest.mark.parametrize(
+    ("rows", "num_cus", "split_budget", "fold"), [(70, 7, None, 1), (37, 256, -1, 1), (33, 40, 2, 3)]
+)
+def test_rows_that_share_slots_and_rows_of_many_slots_interpreted(
+    device: str,
+    rng: np.random.Generator,
+    table: CostTable | None,
+    rows: int,
+    num_cus: int,
+    split_budget: int,
+    fold: int,
+) -> None:
+    """Both forms of the walk, more than one group of tiles, and numbers near those that are accepted."""
+    params = PlanParams(
+        topk=2048, num_cus=num_cus, fold=fold, split_budget=split_budget, policy="balanced", cost_table=table
+    )
+    if table is None:
+        params = replace(params, cost_table=_largest(rows + 3, params))
+    for lens in (rng.integers(1, 2049, rows), np.full(rows, 2048), rng.integers(0, 90, rows)):
+        _check(_case(lens, rows + 3, params), device)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("whole", [0, 30])
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_the_longest_row_just_fits_an_empty_slot_or_just_does_not_interpreted(
+    device: str, whole: int, missing: int
+) -> None:
+    """Where one form of the walk hands over to the other: the least capacity is that row's cost less some number."""
+    table = CostTable(block_tokens=1, block=1, piece=whole // 2, whole=whole)
+    params = PlanParams(topk=2048, num_cus=4, split_budget=-1, policy="balanced", cost_table=table)
+    for order in ([50, 50, 50, 50 - 4 * missing], [50 - 4 * missing, 50, 50, 50], [25, 50, 25, 50, 50 - 4 * missing]):
+        _check(_case(np.array(order), 6, params), device)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("num_cus", [3, 64])
+def test_as_many_tiles_as_chunks_and_groups_have_and_one_more_or_less_interpreted(
+    device: str, rng: np.random.Generator, num_cus: int
+) -> None:
+    params = PlanParams(topk=2048, num_cus=num_cus, split_budget=-1, policy="balanced", cost_table=_PORTABLE)
+    for rows in (1, 7, 8, 9, 15, 16, 17, 23, 32, 33):
+        _check(_case(rng.integers(1, 2049, rows), 35, params), device)
+
+
+def _case(lens: np.ndarray[Any, Any], num_rows: int, params: PlanParams) -> Case:
+    return Case("rows", np.arange(lens.size + 1, dtype=np.int32), lens.astype(np.int32), num_rows, params)
+
+
+@pytest.mark.interpret
+def test_the_cost_of_cutting_decides_at_its_boundary_interpreted(device: str, rng: np.random.Generator) -> None:
+    """Where the walk cuts nothing and the fill's slots are shorter by some number: at that one, and at the next."""
+    found = 0
+    while found < 4:
+        rows, whole = int(rng.integers(2, 7)), int(rng.integers(0, 2000))
+        table = CostTable(
+            block_tokens=1, block=int(rng.integers(1, 9)), piece=int(rng.integers(0, whole + 1)), whole=whole
+        )
+        params = PlanParams(topk=1024, num_cus=rows - 1, split_budget=-1, policy="balanced", cost_table=table)
+        lens = rng.integers(1, 1025, rows)
+
+        def cut_by(cut: int, lens: Any = lens, params: PlanParams = params, table: CostTable = table) -> bool:
+            """Whether the reference cuts a row."""
+            case = _case(lens, lens.size, replace(params, cost_table=replace(table, cut=cut)))
+            arena = Arena(lens.size, params)
+            return bool(arena.views(arena.expected(case)).reduce_indptr[-1] > 0)
+
+        if not cut_by(0) or cut_by(1 << 24):
+            continue
+        found += 1
+        least, most = 0, 1 << 24
+        while most - least > 1:
+            middle = (least + most) // 2
+            least, most = (middle, most) if cut_by(middle) else (least, middle)
+        for cut in (least, most):
+            _check(_case(lens, rows, replace(params, cost_table=replace(table, cut=cut))), device)
+
+
+@pytest.mark.gpu
+def test_capacities_that_open_more_slots_than_32_bits_count(device: str) -> None:
+    """Under the least capacities a piece is one block, and there are 2^32 blocks."""
+    rows, fold, topk = 1024, 4, 1 << 20
+    table = CostTable(block_tokens=1, block=1, piece=1 << 18, whole=1 << 18)
+    params = PlanParams(topk=topk, num_cus=65_535, fold=fold, split_budget=-1, policy="balanced", cost_table=table)
+    lens = np.full(rows, topk, np.int32)
+    arena = Arena(rows, params)
+    words = torch.from_numpy(arena.words).to(device)
+    starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+    plan(starts, torch.from_numpy(lens).to(device), arena.views(words), params)
+    got = arena.views(words.cpu().numpy())
+    kv_indptr = np.arange(rows + 1, dtype=np.int32) * topk
+    wanted = mlaplan.schedule(kv_indptr, num_cus=params.num_cus, fold=fold, policy="balanced", cost_table=table.core)
+    np.testing.assert_array_equal(got.work_indptr, wanted.work_indptr)
+    np.testing.assert_array_equal(got.work_info[: len(wanted.work_info)], wanted.work_info)
+    np.testing.assert_array_equal(got.reduce_indptr, wanted.reduce_indptr)
+
+
+def _check(case: Case, device: str) -> np.ndarray[Any, np.dtype[np.int32]]:
+    arena = Arena(case.num_rows, case.params)
+    words = torch.from_numpy(arena.words).to(device)
+    starts, lens = (torch.from_numpy(array).to(device) for array in (case.query_start_loc, case.seq_lens))
+    plan(starts, lens, arena.views(words), case.params)
+    result: np.ndarray[Any, np.dtype[np.int32]] = words.cpu().numpy()
+    assert not Arena(case.num_rows, case.params).difference(case, result)
+    return result
