@@ -12,6 +12,7 @@ from decode_cases import Batch, lse_error, make_batch, relative_error
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from mlaplan.kernels import merge as module
 from mlaplan.kernels.merge import merge
 from mlaplan.layout import PlanArrays
 from mlaplan.reference import merge as reference
@@ -74,11 +75,26 @@ def test_cut_whole_and_empty_rows_interpreted(device: str, rng: np.random.Genera
 
 
 @pytest.mark.interpret
-def test_the_cut_for_many_tiles(device: str, rng: np.random.Generator) -> None:
-    """Blocks of several heads, the last one not full, and few partials at once."""
+@pytest.mark.parametrize("programs", [1, 3, 8])
+@pytest.mark.parametrize(("heads", "fold"), [(6, 1), (18, 1), (32, 2)])
+def test_the_cut_for_many_tiles(
+    device: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, heads: int, fold: int, programs: int
+) -> None:
+    """Blocks of several heads, the last one not full, few partials at once, and programs that share the blocks."""
+    monkeypatch.setattr(module, "_ENOUGH_PROGRAMS", 1)
+    monkeypatch.setattr(module, "_FEWEST_PER_TILE", programs)
     lengths = [0, 300, 20, 0, 0, 150, 5, 170, 0, 16, 400]
-    batch = make_batch(rng, lengths, heads=6, num_cus=20, padding=3)
+    batch = make_batch(rng, lengths, heads=heads, fold=fold, num_cus=20 * fold, padding=3)
     _check(batch, rng, device, "float32", one_cut=True)
+
+
+def test_there_are_programs_enough_and_few_for_whole_rows() -> None:
+    for tiles in (0, 1, 7, 16, 63, 64, 65, 512, 4096):
+        for blocks in (1, 4, 32):
+            programs = module.programs_per_tile(tiles, blocks)
+            assert 1 <= programs <= blocks
+            assert programs == blocks or tiles * programs >= 512, tiles
+    assert [module.programs_per_tile(tiles, 32) for tiles in (8, 16, 32, 64, 512)] == [32, 32, 16, 8, 8]
 
 
 @pytest.mark.interpret

@@ -10,7 +10,9 @@ say that a buffer is full or free.
   products, whose least height is 64, so that no row of the matrix units is padding, and neither KV nor queries take
   registers. Bound by memory: gathering alone takes 97% of the time from 128 rows on.
 * Many heads (`scores` and `sums`): a group of four warps makes scores and weights, eight warps hold the sums of 64
-  heads, 128 registers a thread. Products of one step overlap scores of the next.
+  heads, 128 registers a thread. Products of one step overlap scores of the next. A step is a chain through both
+  buffers, load, scores, sums, and none of the three fills its unit: so a buffer is full and free by halves of its
+  columns, and scores of the first half are made while the second arrives.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ from mlaplan.kernels.target import Tile
 DEPTH, V_DIM = 576, 512  # the one shape of rows that the buffers are laid out for
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
-# Registers of a thread of each group; the sums take the rest of 65,536: 160 beside the scores, 255 alone.
+# Registers of a thread of each group; the sums take the rest of 65,536: 168 beside the scores, 255 alone.
 _LOADER_REGISTERS = gl.constexpr(72)
-_SCORE_REGISTERS = gl.constexpr(120)
+_SCORE_REGISTERS = gl.constexpr(104)
 
 
 def takes(q: Any, kv_cache: Any, row_stride: int, v_dim: int, num_works: int) -> bool:
@@ -99,12 +101,13 @@ def _decode_kernel(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
     dtype: gl.constexpr = kv_cache_ptr.dtype.element_ty
+    PARTS: gl.constexpr = 2 if SPLIT else 1
     kv_value = _ring(dtype, STAGES, TOKENS, V_DIM)
     kv_rest = _ring(dtype, STAGES, TOKENS, D - V_DIM)
     q_value = _ring(dtype, 1, HEADS, V_DIM).index(0)
     q_rest = _ring(dtype, 1, HEADS, D - V_DIM).index(0)
-    full = _barriers(STAGES, LOADERS * 32)
-    empty = _barriers(STAGES, 1)
+    full = _barriers(PARTS * STAGES, LOADERS * 32)
+    empty = _barriers(PARTS * STAGES, 1)
     q_empty = _barriers(1, 1).index(0)
     num_tiles = num_rows * FOLD
     score_scale = scale * k_scale * _LOG2_E
@@ -123,7 +126,7 @@ def _decode_kernel(
                 (scores, (works, outputs, score_scale, k_scale, q_smem, kv_smem, weights, factor, full, q_empty, sent,
                           taken, GROUP, HEADS, TOKENS, STAGES, EMPTY_ENDS_SLOT)),
                 (load, (works, q_ptr, kv_cache_ptr, kv_indices_ptr, num_slots, kv_stride_slot, q_smem, kv_smem, full,
-                        empty, q_empty, GROUP, D, V_DIM, HEADS, TOKENS, STAGES, EMPTY_ENDS_SLOT)),
+                        empty, q_empty, GROUP, D, V_DIM, HEADS, TOKENS, STAGES, PARTS, EMPTY_ENDS_SLOT)),
             ],
             [4, LOADERS],
             [_SCORE_REGISTERS, _LOADER_REGISTERS],
@@ -135,7 +138,7 @@ def _decode_kernel(
                 (whole, (works, outputs, score_scale, k_scale, q_smem, kv_smem, weights, full, empty, q_empty,
                          GROUP, V_DIM, HEADS, TOKENS, STAGES, EMPTY_ENDS_SLOT)),
                 (load, (works, q_ptr, kv_cache_ptr, kv_indices_ptr, num_slots, kv_stride_slot, q_smem, kv_smem, full,
-                        empty, q_empty, GROUP, D, V_DIM, HEADS, TOKENS, STAGES, EMPTY_ENDS_SLOT)),
+                        empty, q_empty, GROUP, D, V_DIM, HEADS, TOKENS, STAGES, PARTS, EMPTY_ENDS_SLOT)),
             ],
             [LOADERS],
             [_LOADER_REGISTERS],

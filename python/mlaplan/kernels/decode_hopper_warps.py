@@ -1,7 +1,8 @@
 """What the groups of warps of the Hopper decode do; `kernels/decode_hopper.py` puts them together.
 
 Each group walks the works of its slot on its own, from the same arrays, and so meets the same steps. Buffers are full
-or free by barriers in shared memory; a barrier's phase turns with each round of the ring.
+or free by barriers in shared memory; a barrier's phase turns with each round of the ring. With many heads each half of
+a buffer's columns has barriers of its own, those of the second half behind all of the first.
 """
 
 from __future__ import annotations
@@ -90,6 +91,15 @@ def _entries_at(kv_indices_ptr, first, kv_end, TOKENS: gl.constexpr, layout: gl.
 
 
 @gluon.jit
+def _load_queries(q_ptr, q_smem, q_empty, q_phase, tile, head, column, rest, GROUP: gl.constexpr, D: gl.constexpr):
+    row_ptr = q_ptr + ((tile.to(gl.int64) * GROUP + head) * D)[:, None]
+    in_group = (head < GROUP)[:, None]
+    mbarrier.wait(q_empty, q_phase)
+    async_copy.async_copy_global_to_shared(q_smem[0], row_ptr + column, mask=in_group)
+    async_copy.async_copy_global_to_shared(q_smem[1], row_ptr + rest, mask=in_group)
+
+
+@gluon.jit
 def load(
     works,
     q_ptr,
@@ -108,16 +118,21 @@ def load(
     HEADS: gl.constexpr,
     TOKENS: gl.constexpr,
     STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
     EMPTY_ENDS_SLOT: gl.constexpr,
 ):
-    """The loader: queries of every work and KV rows of every step, as soon as a buffer is free.
+    """The loader: queries of every work and KV rows of every step, as soon as a buffer, or half of one, is free.
 
-    Indices and works are read one ahead. The barrier of a work's first step says that the queries have come as well.
+    Indices and works are read one ahead. The first barrier of a work's first step says that the queries have come as
+    well. They go behind the KV, which then need not wait for the end of the last work's scores; but many queries of the
+    first work are sent for while its first indices are waited for.
     """
+    WIDTH: gl.constexpr = V_DIM // PARTS
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [LOADERS, 1], [1, 0])
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     columns: gl.constexpr = gl.SliceLayout(0, layout)
     column = gl.arange(0, V_DIM, layout=columns)[None, :]
+    part_column = gl.arange(0, WIDTH, layout=columns)[None, :]
     rest = V_DIM + gl.arange(0, D - V_DIM, layout=columns)[None, :]
     head = _slot_and_block(GROUP, HEADS)[1] * HEADS + gl.arange(0, HEADS, layout=rows)
     token = gl.arange(0, TOKENS, layout=rows)
@@ -126,12 +141,16 @@ def load(
     phase = 1
     q_phase = 1
     entry = _entries_at(kv_indices_ptr, kv_start, kv_end, TOKENS, rows)
+    is_first = 1 if PARTS > 1 else 0  # whether the queries at hand are many, and nothing was loaded yet
     while work < last:
         runs = _runs(works, tile, location, kv_start, kv_end, EMPTY_ENDS_SLOT)
         work = _next_work(work, last, kv_start, kv_end, EMPTY_ENDS_SLOT)
         next_tile, next_location, next_start, next_end = _work_at(works, gl.minimum(work, works[5] - 1))
         if runs & (kv_start < kv_end):
             for first in range(kv_start, kv_end, TOKENS):
+                if PARTS > 1 and is_first != 0:
+                    _load_queries(q_ptr, q_smem, q_empty, q_phase, tile, head, column, rest, GROUP, D)
+                    q_phase ^= 1
                 inside = (first + token < kv_end)[:, None]
                 # Slot 0 is always readable; an index that is no slot must not lead out of the pool.
                 slot = gl.where((entry >= 0) & (entry < num_slots), entry, 0).to(gl.int64)
@@ -140,17 +159,18 @@ def load(
                     entry = _entries_at(kv_indices_ptr, first + TOKENS, kv_end, TOKENS, rows)
                 else:
                     entry = _entries_at(kv_indices_ptr, next_start, next_end, TOKENS, rows)
-                mbarrier.wait(empty.index(stage), phase)
-                async_copy.async_copy_global_to_shared(kv_smem[0].index(stage), row_ptr + column, mask=inside)
-                async_copy.async_copy_global_to_shared(kv_smem[1].index(stage), row_ptr + rest, mask=inside)
-                if first == kv_start:
-                    q_row = q_ptr + ((tile.to(gl.int64) * GROUP + head) * D)[:, None]
-                    in_group = (head < GROUP)[:, None]
-                    mbarrier.wait(q_empty, q_phase)
-                    q_phase ^= 1
-                    async_copy.async_copy_global_to_shared(q_smem[0], q_row + column, mask=in_group)
-                    async_copy.async_copy_global_to_shared(q_smem[1], q_row + rest, mask=in_group)
-                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+                for part in gl.static_range(PARTS):
+                    value = kv_smem[0].index(stage).slice(part * WIDTH, WIDTH, dim=1)
+                    mbarrier.wait(empty.index(part * STAGES + stage), phase)
+                    async_copy.async_copy_global_to_shared(value, row_ptr + part * WIDTH + part_column, mask=inside)
+                    if part == PARTS - 1:
+                        async_copy.async_copy_global_to_shared(kv_smem[1].index(stage), row_ptr + rest, mask=inside)
+                    if part == 0:
+                        if (first == kv_start) & (is_first == 0):
+                            _load_queries(q_ptr, q_smem, q_empty, q_phase, tile, head, column, rest, GROUP, D)
+                            q_phase ^= 1
+                        is_first = 0
+                    async_copy.mbarrier_arrive(full.index(part * STAGES + stage), increment_count=False)
                 stage, phase = _advance(stage, phase, STAGES)
         else:
             entry = _entries_at(kv_indices_ptr, next_start, next_end, TOKENS, rows)
@@ -158,12 +178,45 @@ def load(
 
 
 @gluon.jit
-def _store(values, ptr, first_row, GROUP: gl.constexpr, V_DIM: gl.constexpr, HEADS: gl.constexpr):
-    """Rows of heads from `first_row` on, in whatever layout they are."""
+def _store(
+    values, ptr, first_row, FIRST_COLUMN: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, HEADS: gl.constexpr
+):
+    """Rows of heads from `first_row` on and columns from FIRST_COLUMN on, in whatever layout they are."""
     layout: gl.constexpr = values.type.layout
     head = _slot_and_block(GROUP, HEADS)[1] * HEADS + gl.arange(0, HEADS, layout=gl.SliceLayout(1, layout))
-    column = gl.arange(0, V_DIM, layout=gl.SliceLayout(0, layout))
+    column = FIRST_COLUMN + gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, layout))
     gl.store(ptr + ((first_row + head) * V_DIM)[:, None] + column[None, :], values, mask=(head < GROUP)[:, None])
+
+
+@gluon.jit
+def _store_by_rows(
+    left,
+    right,
+    buffer,
+    left_empty,
+    right_empty,
+    ptr,
+    first_row,
+    GROUP: gl.constexpr,
+    V_DIM: gl.constexpr,
+    HEADS: gl.constexpr,
+):
+    """Stores two halves of columns by way of a buffer that the caller owns, and gives that back.
+
+    A product's layout has 16 bytes of a row next to each other, half a sector: stored from there, 64 heads took 7 us.
+    """
+    HALF: gl.constexpr = V_DIM // 2
+    stored: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    buffer.slice(0, HALF, dim=1).store(left.to(buffer.dtype))
+    buffer.slice(HALF, HALF, dim=1).store(right.to(buffer.dtype))
+    rows = buffer.load(stored)
+    mbarrier.arrive(left_empty, count=1)
+    mbarrier.arrive(right_empty, count=1)
+    head = _slot_and_block(GROUP, HEADS)[1] * HEADS + gl.arange(0, HEADS, layout=gl.SliceLayout(1, stored))
+    column = gl.arange(0, V_DIM, layout=gl.SliceLayout(0, stored))
+    # One address and constants: 32 bits suffice within a row's heads.
+    place = (head * V_DIM)[:, None] + column[None, :]
+    gl.store(ptr + first_row * V_DIM + place, rows, mask=(head < GROUP)[:, None])
 
 
 @gluon.jit
@@ -245,10 +298,12 @@ def whole(
             result = gl.permute(acc * factor[None, :], (1, 0))
             if location < 0:
                 rounded = result.to(outputs[0].dtype.element_ty)
-                _store(gl.convert_layout(rounded, stored), outputs[0], tile.to(gl.int64) * GROUP, GROUP, V_DIM, HEADS)
+                _store(
+                    gl.convert_layout(rounded, stored), outputs[0], tile.to(gl.int64) * GROUP, 0, GROUP, V_DIM, HEADS
+                )
             else:
                 partial = gl.convert_layout(result, stored)
-                _store(partial, outputs[2], location.to(gl.int64) * GROUP, GROUP, V_DIM, HEADS)
+                _store(partial, outputs[2], location.to(gl.int64) * GROUP, 0, GROUP, V_DIM, HEADS)
         tile, location, kv_start, kv_end = next_tile, next_location, next_start, next_end
 
 
@@ -274,6 +329,7 @@ def scores(
 ):
     """The first consumer for many heads: sends weights and a factor of the sums for every step, and one at the end."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    HALF: gl.constexpr = q_smem[0].shape[1] // 2
     per_head: gl.constexpr = gl.SliceLayout(1, mma)
     token = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, mma))
     work, last, tile, location, kv_start, kv_end = _first_work(works, GROUP, HEADS)
@@ -287,34 +343,42 @@ def scores(
         if runs:
             peak = gl.full([HEADS], float("-inf"), gl.float32, layout=per_head)
             zeros = gl.zeros([HEADS, TOKENS], gl.float32, layout=mma)
-            totals = zeros  # per thread; added up once, at the end
+            total = gl.zeros([HEADS], gl.float32, layout=per_head)
             for first in range(kv_start, kv_end, TOKENS):
                 mbarrier.wait(full.index(stage), phase)
                 # What ordinary copies wrote is read by the matrix units, which see memory in another way.
                 fence_async_shared()
                 value = kv_smem[0].index(stage).permute((1, 0))
-                score = warpgroup_mma(q_smem[0], value, zeros, use_acc=False, is_async=True)
+                left, right = q_smem[0].slice(0, HALF, dim=1), q_smem[0].slice(HALF, HALF, dim=1)
+                score = warpgroup_mma(left, value.slice(0, HALF, dim=0), zeros, use_acc=False, is_async=True)
+                mbarrier.wait(full.index(STAGES + stage), phase)
+                fence_async_shared()
+                score = warpgroup_mma(right, value.slice(HALF, HALF, dim=0), score, is_async=True)
                 score = warpgroup_mma(q_smem[1], kv_smem[1].index(stage).permute((1, 0)), score, is_async=True)
                 score = warpgroup_mma_wait(0, deps=(score,))
-                mbarrier.arrive(q_empty, count=1, pred=first + TOKENS >= kv_end)
-                score = gl.where((first + token < kv_end)[None, :], score * score_scale, float("-inf"))
+                score = score * score_scale
+                if first + TOKENS >= kv_end:
+                    mbarrier.arrive(q_empty, count=1)
+                    score = gl.where((first + token < kv_end)[None, :], score, float("-inf"))
                 new_peak = gl.maximum(peak, gl.max(score, 1))
                 shrink = gl.exp2(peak - new_peak)
                 weight = gl.exp2(score - new_peak[:, None])
-                totals = totals * shrink[:, None] + weight
                 mbarrier.wait(taken, sent_phase)
                 weight_smem.store(weight.to(weight_smem.dtype))
                 factor_smem.store(shrink)
                 fence_async_shared()
                 mbarrier.arrive(sent, count=1)
                 sent_phase ^= 1
+                # Behind what the sums wait for.
+                total = total * shrink + gl.sum(weight, 1)
                 peak = new_peak
                 stage, phase = _advance(stage, phase, STAGES)
-            safe_total = _store_lse(outputs, peak, gl.sum(totals, 1), tile, location, GROUP, HEADS, per_head)
+            factor = k_scale / gl.where(total == 0.0, 1.0, total)
             mbarrier.wait(taken, sent_phase)
-            factor_smem.store(k_scale / safe_total)
+            factor_smem.store(factor)
             mbarrier.arrive(sent, count=1)
             sent_phase ^= 1
+            _store_lse(outputs, peak, total, tile, location, GROUP, HEADS, per_head)
         tile, location, kv_start, kv_end = next_tile, next_location, next_start, next_end
 
 
@@ -338,6 +402,8 @@ def sums(
     """The second consumer for many heads: the weighted sums of values."""
     # Instructions of 256 columns need 154 registers to begin with, and a program of 16 warps begins with 128.
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, gl.num_warps() // 4], [16, 128, 16])
+    HALF: gl.constexpr = V_DIM // 2
+    BY_ROWS: gl.constexpr = outputs[0].dtype.element_ty == kv_smem[0].dtype
     per_head: gl.constexpr = gl.SliceLayout(1, mma)
     work, last, tile, location, kv_start, kv_end = _first_work(works, GROUP, HEADS)
     stage = 0
@@ -346,26 +412,47 @@ def sums(
     while work < last:
         runs = _runs(works, tile, location, kv_start, kv_end, EMPTY_ENDS_SLOT)
         work = _next_work(work, last, kv_start, kv_end, EMPTY_ENDS_SLOT)
-        next_tile, next_location, next_start, next_end = _work_at(works, gl.minimum(work, works[5] - 1))
         if runs:
-            acc = gl.zeros([HEADS, V_DIM], gl.float32, layout=mma)
-            for _ in range(kv_start, kv_end, TOKENS):
+            # Whole rows go through the work's last buffer. Sums of pieces are wider and do not gain by that.
+            keeps_last = BY_ROWS & (location < 0)
+            # Two halves of columns: the first is free, and loaded anew, while the second is multiplied.
+            left = gl.zeros([HEADS, HALF], gl.float32, layout=mma)
+            right = gl.zeros([HEADS, HALF], gl.float32, layout=mma)
+            for first in range(kv_start, kv_end, TOKENS):
                 mbarrier.wait(sent, sent_phase)
-                acc = acc * factor_smem.load(per_head)[:, None]
+                factor = factor_smem.load(per_head)[:, None]
+                value = kv_smem[0].index(stage)
+                is_given_back = (first + TOKENS < kv_end) | (keeps_last == 0)
+                left = left * factor
                 fence_async_shared()
-                acc = warpgroup_mma(weight_smem, kv_smem[0].index(stage), acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(empty.index(stage), count=1)
+                left = warpgroup_mma(weight_smem, value.slice(0, HALF, dim=1), left, is_async=True)
+                right = right * factor
+                right = warpgroup_mma(weight_smem, value.slice(HALF, HALF, dim=1), right, is_async=True)
+                left = warpgroup_mma_wait(1, deps=(left,))
+                mbarrier.arrive(empty.index(stage), count=1, pred=is_given_back)
+                right = warpgroup_mma_wait(0, deps=(right,))
+                mbarrier.arrive(empty.index(STAGES + stage), count=1, pred=is_given_back)
                 mbarrier.arrive(taken, count=1)
                 sent_phase ^= 1
                 stage, phase = _advance(stage, phase, STAGES)
             mbarrier.wait(sent, sent_phase)
-            result = acc * factor_smem.load(per_head)[:, None]
+            factor = factor_smem.load(per_head)[:, None]
+            left, right = left * factor, right * factor
             mbarrier.arrive(taken, count=1)
             sent_phase ^= 1
-            if location < 0:
-                rounded = result.to(outputs[0].dtype.element_ty)
-                _store(rounded, outputs[0], tile.to(gl.int64) * GROUP, GROUP, V_DIM, HEADS)
+            first_row = gl.where(location < 0, tile, location).to(gl.int64) * GROUP
+            if location >= 0:
+                _store(left, outputs[2], first_row, 0, GROUP, V_DIM, HEADS)
+                _store(right, outputs[2], first_row, HALF, GROUP, V_DIM, HEADS)
+            elif BY_ROWS and kv_start < kv_end:
+                # Not remembered from the loop: Triton takes a variable that is set to another one before and in a loop
+                # for one that the loop leaves as it is.
+                used = gl.where(stage == 0, STAGES - 1, stage - 1)
+                buffer, left_empty, right_empty = kv_smem[0].index(used), empty.index(used), empty.index(STAGES + used)
+                _store_by_rows(left, right, buffer, left_empty, right_empty, outputs[0], first_row, GROUP, V_DIM, HEADS)
             else:
-                _store(result, outputs[2], location.to(gl.int64) * GROUP, GROUP, V_DIM, HEADS)
-        tile, location, kv_start, kv_end = next_tile, next_location, next_start, next_end
+                dtype: gl.constexpr = outputs[0].dtype.element_ty
+                _store(left.to(dtype), outputs[0], first_row, 0, GROUP, V_DIM, HEADS)
+                _store(right.to(dtype), outputs[0], first_row, HALF, GROUP, V_DIM, HEADS)
+        # Not read ahead as elsewhere: the first weights are far, and registers few.
+        tile, location, kv_start, kv_end = _work_at(works, gl.minimum(work, works[5] - 1))

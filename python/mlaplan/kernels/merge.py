@@ -19,14 +19,18 @@ class MergeTile(NamedTuple):
         partials: Partials that a program reads at once.
         heads: Heads that a program makes.
         num_warps: Warps or waves of a program.
+        shared: Whether fewer programs than blocks of heads may share a tile.
     """
 
     partials: int
     heads: int
     num_warps: int
+    shared: bool
 
 
-_ONE_CUT = MergeTile(partials=4, heads=4, num_warps=4)
+_ONE_CUT = MergeTile(partials=4, heads=4, num_warps=4, shared=True)
+_ENOUGH_PROGRAMS = 512  # some four for each multiprocessor of an H200
+_FEWEST_PER_TILE = 8
 
 
 def merge_tile(num_tiles: int, group: int) -> MergeTile:
@@ -36,8 +40,13 @@ def merge_tile(num_tiles: int, group: int) -> MergeTile:
     most are whole: what costs then is to start programs that have nothing to do.
     """
     if num_tiles * group < 1024:
-        return MergeTile(partials=16, heads=1, num_warps=4)
+        return MergeTile(partials=16, heads=1, num_warps=4, shared=False)
     return _ONE_CUT
+
+
+def programs_per_tile(num_tiles: int, blocks: int) -> int:
+    """Returns how many programs share the blocks of heads of a tile: as many as those, unless there are many tiles."""
+    return min(blocks, max(_FEWEST_PER_TILE, -(-_ENOUGH_PROGRAMS // max(num_tiles, 1))))
 
 
 @triton.jit
@@ -48,6 +57,69 @@ def _zero_heads(out_ptr, lse_ptr, whole, in_group, V_DIM: tl.constexpr, BLOCK_V:
     nothing = tl.zeros([HEADS, BLOCK_V], out_ptr.dtype.element_ty)
     tl.store(out_ptr + whole[:, None] * V_DIM + column[None, :], nothing, mask=mask)
     tl.store(lse_ptr + whole, tl.full([HEADS], float("-inf"), tl.float32), mask=in_group)
+
+
+@triton.jit
+def _merge_heads(
+    partial_out_ptr,
+    partial_lse_ptr,
+    reduce_partial_map_ptr,
+    out_ptr,
+    lse_ptr,
+    first,
+    last,
+    partial,
+    target,
+    head,
+    num_targets,
+    num_partials,
+    GROUP: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_PARTIALS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Merges some heads of one tile; `partial` are its first partials."""
+    in_group = head < GROUP
+    lane = tl.arange(0, BLOCK_PARTIALS)
+    column = tl.arange(0, BLOCK_V)
+    in_row = column < V_DIM
+    peak = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, BLOCK_V], tl.float32)
+    for begin in range(first, last, BLOCK_PARTIALS):
+        known = (begin + lane < last) & (partial >= 0) & (partial < num_partials)
+        inside = known[:, None] & in_group[None, :]
+        place = partial.to(tl.int64)[:, None] * GROUP + head[None, :]
+        part_lse = tl.load(partial_lse_ptr + place, mask=inside, other=float("-inf"))
+        part = tl.load(
+            partial_out_ptr + place[:, :, None] * V_DIM + column[None, None, :],
+            mask=inside[:, :, None] & in_row[None, None, :],
+            other=0.0,
+        )
+        following = begin + BLOCK_PARTIALS + lane
+        partial = tl.load(reduce_partial_map_ptr + following, mask=following < last, other=-1)
+        new_peak = tl.maximum(peak, tl.max(part_lse, 0))
+        # Nothing but -inf so far: any finite number serves as the peak.
+        safe_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weight = tl.exp(part_lse - safe_peak[None, :])
+        shrink = tl.exp(peak - safe_peak)
+        # A partial that counts for nothing may hold anything, NaN too.
+        part = tl.where((part_lse > float("-inf"))[:, :, None], part, 0.0)
+        acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
+        total = total * shrink + tl.sum(weight, 0)
+        peak = new_peak
+    if (target >= 0) & (target < num_targets):
+        whole = target.to(tl.int64) * GROUP + head
+        safe_total = tl.where(total == 0.0, 1.0, total)
+        result = (acc / safe_total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(
+            out_ptr + whole[:, None] * V_DIM + column[None, :],
+            result,
+            mask=in_group[:, None] & in_row[None, :],
+        )
+        result_lse = tl.where(total == 0.0, float("-inf"), peak + tl.log(safe_total))
+        tl.store(lse_ptr + whole, result_lse, mask=in_group)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_partials", "num_map_entries"])
@@ -69,6 +141,7 @@ def _merge_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_PARTIALS: tl.constexpr,
     HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Lse = log(sum_k exp(lse_k)); o = sum_k exp(lse_k - lse) * o_k, over the two or more partials k of a tile.
@@ -78,68 +151,49 @@ def _merge_kernel(
     reduce_indptr_ptr: (tiles + 1,) int32. kv_indptr_ptr: (rows of the class + 1,) int32.
     reduce_partial_map_ptr: (num_map_entries,) int32. reduce_final_map_ptr: (tiles, 2) int32. out_ptr:
     (num_rows, FOLD * GROUP, V_DIM).
-    lse_ptr: (num_rows, FOLD * GROUP) float32. One program makes HEADS heads of one tile. Sums are float32.
+    lse_ptr: (num_rows, FOLD * GROUP) float32. Axis 0 of the grid is the tile, axis 1 a block of HEADS heads; with
+    SHARED any number of programs share the blocks. Sums are float32.
 
     With OVERLAP the grid was started before the decode's end. The plan is older than the decode, and rows without KV
     are not the decode's: both may be touched before it ends.
     """
     tile = tl.program_id(0)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    in_group = head < GROUP
+    block = tl.program_id(1)
+    end: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     first = tl.load(reduce_indptr_ptr + tile)
     last = tl.minimum(tl.load(reduce_indptr_ptr + tile + 1), num_map_entries)
     target = tl.load(reduce_final_map_ptr + tile * 2)
     row = tile // FOLD
     row_ptr = kv_indptr_ptr + tl.minimum(row, num_rows - 1)
     is_empty = (row < num_rows) & (tl.load(row_ptr) == tl.load(row_ptr + 1))
-    lane = tl.arange(0, BLOCK_PARTIALS)
-    entry = first + lane
+    entry = first + tl.arange(0, BLOCK_PARTIALS)
     partial = tl.load(reduce_partial_map_ptr + entry, mask=(entry >= 0) & (entry < last), other=-1)
     if is_empty:
-        whole = tile.to(tl.int64) * GROUP + head
-        _zero_heads(out_ptr, lse_ptr, whole, in_group, V_DIM, BLOCK_V, HEADS)
+        heads = tile.to(tl.int64) * GROUP + tl.arange(0, HEADS)
+        if SHARED:
+            for each in range(block, end, tl.num_programs(1)):
+                in_group = each * HEADS + tl.arange(0, HEADS) < GROUP
+                _zero_heads(out_ptr, lse_ptr, heads + each * HEADS, in_group, V_DIM, BLOCK_V, HEADS)
+        else:
+            in_group = block * HEADS + tl.arange(0, HEADS) < GROUP
+            _zero_heads(out_ptr, lse_ptr, heads + block * HEADS, in_group, V_DIM, BLOCK_V, HEADS)
     if OVERLAP:
         # Every program waits: a grid that ends without it may end before the decode, and what follows start.
         tl.extra.cuda.gdc_wait()
     if (first >= 0) & (last - first >= 2):
-        column = tl.arange(0, BLOCK_V)
-        in_row = column < V_DIM
-        peak = tl.full([HEADS], float("-inf"), tl.float32)
-        total = tl.zeros([HEADS], tl.float32)
-        acc = tl.zeros([HEADS, BLOCK_V], tl.float32)
-        for begin in range(first, last, BLOCK_PARTIALS):
-            known = (begin + lane < last) & (partial >= 0) & (partial < num_partials)
-            inside = known[:, None] & in_group[None, :]
-            place = partial.to(tl.int64)[:, None] * GROUP + head[None, :]
-            part_lse = tl.load(partial_lse_ptr + place, mask=inside, other=float("-inf"))
-            part = tl.load(
-                partial_out_ptr + place[:, :, None] * V_DIM + column[None, None, :],
-                mask=inside[:, :, None] & in_row[None, None, :],
-                other=0.0,
-            )
-            following = begin + BLOCK_PARTIALS + lane
-            partial = tl.load(reduce_partial_map_ptr + following, mask=following < last, other=-1)
-            new_peak = tl.maximum(peak, tl.max(part_lse, 0))
-            # Nothing but -inf so far: any finite number serves as the peak.
-            safe_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            weight = tl.exp(part_lse - safe_peak[None, :])
-            shrink = tl.exp(peak - safe_peak)
-            # A partial that counts for nothing may hold anything, NaN too.
-            part = tl.where((part_lse > float("-inf"))[:, :, None], part, 0.0)
-            acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
-            total = total * shrink + tl.sum(weight, 0)
-            peak = new_peak
-        if (target >= 0) & (target < num_rows * FOLD):
-            whole = target.to(tl.int64) * GROUP + head
-            safe_total = tl.where(total == 0.0, 1.0, total)
-            result = (acc / safe_total[:, None]).to(out_ptr.dtype.element_ty)
-            tl.store(
-                out_ptr + whole[:, None] * V_DIM + column[None, :],
-                result,
-                mask=in_group[:, None] & in_row[None, :],
-            )
-            result_lse = tl.where(total == 0.0, float("-inf"), peak + tl.log(safe_total))
-            tl.store(lse_ptr + whole, result_lse, mask=in_group)
+        if SHARED:
+            for each in range(block, end, tl.num_programs(1)):
+                _merge_heads(
+                    partial_out_ptr, partial_lse_ptr, reduce_partial_map_ptr, out_ptr, lse_ptr, first, last, partial,
+                    target, each * HEADS + tl.arange(0, HEADS), num_rows * FOLD, num_partials, GROUP, V_DIM, BLOCK_V,
+                    BLOCK_PARTIALS, HEADS,
+                )  # fmt: skip
+        else:
+            _merge_heads(
+                partial_out_ptr, partial_lse_ptr, reduce_partial_map_ptr, out_ptr, lse_ptr, first, last, partial,
+                target, block * HEADS + tl.arange(0, HEADS), num_rows * FOLD, num_partials, GROUP, V_DIM, BLOCK_V,
+                BLOCK_PARTIALS, HEADS,
+            )  # fmt: skip
 
 
 def merge_launch(
@@ -177,10 +231,11 @@ def merge_launch(
             f"expected at most {num_tiles // fold} and at least {num_tiles}"
         )
     tile = _ONE_CUT if one_cut else merge_tile(num_tiles, group)
+    blocks = -(-group // tile.heads)
     overlap = after_decode and backend == "hopper"
     return Launch(
         kernel=_merge_kernel,
-        grid=(num_tiles, -(-group // tile.heads)),
+        grid=(num_tiles, programs_per_tile(num_tiles, blocks) if tile.shared else blocks),
         args=(
             partial_out,
             partial_lse,
@@ -201,6 +256,7 @@ def merge_launch(
             "BLOCK_V": next_power_of_two(v_dim),
             "BLOCK_PARTIALS": tile.partials,
             "HEADS": tile.heads,
+            "SHARED": tile.shared,
             "OVERLAP": overlap,
         },
         options={"num_warps": tile.num_warps} | ({"launch_pdl": True} if overlap else {}),
