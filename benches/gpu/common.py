@@ -48,8 +48,9 @@ def plugin(path: str | None) -> ModuleType | None:
 
 def machine() -> str:
     """Says what runs this: GPU, driver-side runtime, versions."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return (
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, "
+        f"{gpu}, torch {torch.__version__}, Triton {triton.__version__}, "
         f"Python {platform.python_version()}, mlaplan {mlaplan.__version__}"
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ sys.path += [str(_REPOSITORY / "python"), str(_REPOSITORY / "tests" / "kernels")
 from decode_cases import DEPTH, SCALE, V_DIM, lse_error, make_batch, relative_error  # noqa: E402
 from plan_cases import random_case, wild_case  # noqa: E402
 
+from mlaplan.costs import DEFAULT  # noqa: E402
 from mlaplan.kernels.decode import decode  # noqa: E402
 from mlaplan.kernels.merge import merge  # noqa: E402
 from mlaplan.kernels.plan import plan  # noqa: E402
@@ -35,6 +37,7 @@ from mlaplan.reference import slots as slots_reference  # noqa: E402
 
 BAND = 1 << 16  # bytes on each side; a multiple of 256, so that the buffer is aligned as a whole allocation is
 _CANARY = 0xA5
+FP8 = torch.float8_e4m3fn
 EXTREMES = np.array([-(1 << 31), -(1 << 30), -5, -1, 0, 1, 7, 1 << 16, 1 << 30, (1 << 31) - 1])
 
 # Weights are rounded to the type of q before the second product, and the output to its own.
@@ -136,11 +139,11 @@ class PlanRig(Rig):
         self._num_rows, self._num_requests, self._params = num_rows, num_requests, params
         self._starts = self._input("query_start_loc", (num_requests + 1,))
         self._lens = self._input("seq_lens", (num_requests,))
-        shapes = Layout.of(num_rows, num_cus=params.num_cus, fold=params.fold).shapes
+        layout = Layout.of(num_rows, num_cus=params.num_cus, fold=params.fold, pieces=params.pieces)
         self._arrays = PlanArrays(
             *(
                 guards.take(f"plan {name}", shape, torch.int32)
-                for name, shape in zip(PlanArrays._fields, shapes, strict=True)
+                for name, shape in zip(PlanArrays._fields, layout.shapes, strict=True)
             )
         )
 
@@ -218,9 +221,18 @@ class DecodeRig(Rig):
     """`decode` and `merge` of one planned batch; `op` says which of the two is launched."""
 
     def __init__(
-        self, guards: Guards, op: str, lengths: list[int], *, heads: int, fold: int, num_cus: int, dtype: Any
+        self,
+        guards: Guards,
+        op: str,
+        lengths: list[int],
+        *,
+        heads: int,
+        fold: int,
+        num_cus: int,
+        dtype: Any,
+        kv_dtype: Any = None,
     ) -> None:
-        """The batch fixes the shapes; wild inputs replace the words of its plan."""
+        """The batch fixes the shapes; wild inputs replace the words of its plan. KV has q's type if none is given."""
         self.name = op
         super().__init__(guards)
         rng = np.random.default_rng(7)
@@ -232,7 +244,7 @@ class DecodeRig(Rig):
         for name, array in zip(("reduce_partial_map", "reduce_final_map"), batch.maps, strict=True):
             self._input(name, array.shape)
         self._input("q", (batch.num_rows, heads, DEPTH), dtype)
-        self._input("kv_cache", (batch.pool, DEPTH), dtype)
+        self._input("kv_cache", (batch.pool, DEPTH), kv_dtype or dtype)
         partial = (batch.num_partials, batch.group)
         take = self._input if op == "merge" else lambda name, *rest: guards.take(f"{op} {name}", *rest)
         self._partial_out = take("partial_out", (*partial, V_DIM), torch.float32)
@@ -307,23 +319,34 @@ class DecodeRig(Rig):
 
 def makers(device: str, band: int, *, small: bool, dtype: Any = torch.bfloat16) -> list[Callable[[], Rig]]:
     """What makes the rigs: one or more of each op, few and small ones where every access is watched."""
-    plans = [(64, 40, PlanParams(topk=2048, num_cus=304)), (1500, 900, PlanParams(topk=2048, num_cus=304))]
+    full = PlanParams(topk=2048, num_cus=304)
+    plans = [(64, 40, full), (1500, 900, full)]
+    plans += [(64, 40, replace(full, policy=policy, cost_table=DEFAULT)) for policy in ("balanced", "invariant")]
     entries = [(5, 70)]
-    decodes = [([300, 0, 17, 129], 16, 1, 20)]
+    # 128 heads are a program of their own, and so is KV of another type than the queries.
+    decodes = [([300, 0, 17, 129], 16, 1, 20, None), ([70, 0, 5], 128, 1, 6, None), ([300, 0, 17], 16, 1, 20, FP8)]
     if not small:
         plans += [
-            (100, 100, PlanParams(topk=2048, num_cus=80, fold=4, split_budget=-1)),
-            (512, 512, PlanParams(topk=2048, num_cus=256, empty_rows="aiter", variant="serial")),
-            (64, 64, PlanParams(topk=2048, num_cus=304, empty_rows="aiter")),
+            (100, 100, replace(full, num_cus=80, fold=4, split_budget=-1)),
+            (512, 512, replace(full, num_cus=256, empty_rows="aiter", variant="serial")),
+            (64, 64, replace(full, empty_rows="aiter")),
+            (512, 300, replace(full, num_cus=132, policy="balanced", cost_table=DEFAULT)),
+            (100, 60, replace(full, policy="invariant", cost_table=DEFAULT, fold=4)),
         ]
         entries += [(60, 2048)]
-        decodes += [([2048, 1, 700, 0, 90], 128, 1, 132), ([500, 64, 65], 64, 4, 30), ([2048] * 9, 8, 1, 300)]
+        decodes += [
+            ([2048, 1, 700, 0, 90], 128, 1, 132, None),
+            ([500, 64, 65], 64, 4, 30, None),
+            ([2048] * 9, 8, 1, 300, None),
+        ]
     made: list[Callable[[], Rig]] = []
     made += [partial(PlanRig, Guards(device, band), *shape) for shape in plans]
     made += [partial(SlotsRig, Guards(device, band), *shape) for shape in entries]
     for op in ("decode", "merge"):
-        for lengths, heads, fold, num_cus in decodes:
-            shape = {"heads": heads, "fold": fold, "num_cus": num_cus, "dtype": dtype}
+        for lengths, heads, fold, num_cus, kv_dtype in decodes:
+            if op == "merge" and kv_dtype is not None:
+                continue  # KV is not merge's
+            shape = {"heads": heads, "fold": fold, "num_cus": num_cus, "dtype": dtype, "kv_dtype": kv_dtype}
             made.append(partial(DecodeRig, Guards(device, band), op, lengths, **shape))
     return made
 

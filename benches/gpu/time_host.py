@@ -60,7 +60,8 @@ def expressions() -> list[list[object]]:
     plan = planner.plan(unknown, deferred=True)
     planner.refresh(plan)
     assert isinstance(known.lengths, mlaplan.Exact)
-    decide = boundaries, known.lengths.seq_lens, None, None, True, True, False
+    decide = boundaries, known.lengths.seq_lens, None, None, True, True
+    area = np.zeros(1 << 18, np.int32)
     asked: dict[str, Callable[[], object]] = {
         "tensor.dtype": lambda: tensor.dtype,
         "tensor.shape[0]": lambda: tensor.shape[0],
@@ -78,7 +79,8 @@ def expressions() -> list[list[object]]:
         "event.record(stream)": lambda: event.record(stream),
         "Batch(...)": lambda: mlaplan.Batch(boundaries, None, ROWS, False, tensor, lengths),  # noqa: FBT003
         "device.check, one array": lambda: device.check("query_start_loc", tensor, ROWS + 1),
-        "core: decide, nothing changed": lambda: step.decide(*decide),
+        "core: decide, nothing changed": lambda: step.decide(*decide, False, 0, area),  # noqa: FBT003
+        "core: decide and write 256 rows": lambda: step.decide(*decide, True, 0, area),  # noqa: FBT003
         "core: defer": lambda: step.defer(boundaries, None, None, ROWS, False),  # noqa: FBT003
         "core: made_on_device": step.made_on_device,
         "plan(deferred=True)": lambda: planner.plan(unknown, deferred=True),
@@ -90,6 +92,9 @@ def expressions() -> list[list[object]]:
     for name, call in asked.items():
         if name == "refresh, plan made already":
             planner.remake(plan)
+        elif name == "core: decide, nothing changed":
+            for _ in range(2):  # the second says that the first arrived
+                assert planner.plan(known).decision.action in ("copy", "nothing")
         lines.append([name, f"{loop_ns(call) - base:.0f}"])
         torch.cuda.synchronize()
     planner.plan(known)
@@ -126,7 +131,7 @@ def launches() -> list[list[object]]:
     assert kept is not None, "this Triton's launcher is not known"
     stream, addresses = torch.cuda.current_stream().cuda_stream, [array.data_ptr() for array in inputs]
     lines: list[list[object]] = [
-        ["kernel[grid](...)", f"{host_us(launch.run):.1f}"],
+        ["`kernel[grid](...)`", f"{host_us(launch.run):.1f}"],
         ["kept launch", f"{host_us(lambda: kept.run(stream, *addresses)):.1f}"],
     ]
     kept._hooks = None  # noqa: SLF001  (as where the release is not known)

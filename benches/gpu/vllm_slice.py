@@ -208,7 +208,8 @@ class StandIn(rocm_stand_ins.FakeAiter):
         )  # fmt: skip
         merge(
             partial_out, partial_lse, plan, reduce_partial_map=partial_map, reduce_final_map=final_map,
-            out=o, lse=lse, fold=fold,
+            # Outputs are compared bit for bit, and the stock builder's arrays are longer than ours.
+            out=o, lse=lse, fold=fold, one_cut=True,
         )  # fmt: skip
 
     def _memory(self, *shape: int) -> Any:
