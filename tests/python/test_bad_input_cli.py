@@ -200,7 +200,15 @@ def test_a_picture_replaces_a_picture_and_nothing_else(capsys: pytest.CaptureFix
 def program(*arguments: str, folder: Path) -> subprocess.Popen[str]:
     """Starts the command as a program."""
     command = [sys.executable, "-m", "mlaplan", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder)
+    # Whoever runs the tests in the background may have them ignore interrupts, and a child inherits that.
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509 - no threads here
+    )
 
 
 def wait_until_under_way(running: subprocess.Popen[str]) -> None:
