@@ -22,6 +22,7 @@ use mlaplan::support::{Arch, Dtype, Release, buffer_shapes, support};
 const ROWS: [usize; 6] = [1, 8, 64, 256, 1024, 8192];
 const TOPK: i32 = 2048;
 const NUM_CUS: usize = 304; // MI300X
+const BALANCED: Policy = Policy::Balanced(CostTable::BF16_HEADS_16);
 const BUDGET: i32 = 16; // of the work-per-split rule for full rows
 
 /// KV length of a one-token request, by row.
@@ -200,11 +201,7 @@ fn schedule_walk(criterion: &mut Criterion) {
 }
 
 fn schedule_balanced(criterion: &mut Criterion) {
-    bench_schedule(
-        criterion,
-        "schedule_balanced",
-        Policy::Balanced(CostTable::BF16_HEADS_16),
-    );
+    bench_schedule(criterion, "schedule_balanced", BALANCED);
 }
 
 fn schedule_invariant(criterion: &mut Criterion) {
@@ -347,11 +344,7 @@ fn step_changed(criterion: &mut Criterion) {
 }
 
 fn step_changed_balanced(criterion: &mut Criterion) {
-    bench_changed(
-        criterion,
-        "step_changed_balanced",
-        Policy::Balanced(CostTable::BF16_HEADS_16),
-    );
+    bench_changed(criterion, "step_changed_balanced", BALANCED);
 }
 
 /// Asked once per configuration or batch, whatever its size.

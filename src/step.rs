@@ -153,10 +153,8 @@ pub struct StepPlanner {
     next: Fingerprint,
     /// Class of the plan in `next`, from the decision to copy until it is committed or given up.
     pending: Option<usize>,
-    /// Whether `next` has been written out, so that committing it is right.
-    written: bool,
-    /// What was held before it was written out.
-    before: Held,
+    /// What was held before `next` was written out; `None` until then, and only afterwards is committing it right.
+    before: Option<Held>,
     /// A longest row and its budget: it changes less often than the plan.
     budget: (i32, i32),
     /// Where the balanced schedule that was written last was found: that of the next plan is looked for there first.
@@ -182,8 +180,7 @@ impl StepPlanner {
             current: Fingerprint::with_capacity(capacity),
             next: Fingerprint::with_capacity(capacity),
             pending: None,
-            written: false,
-            before: Held::Unknown(Reasons::FIRST),
+            before: None,
             budget: (-1, 1),
             hint: None,
         })
@@ -207,7 +204,7 @@ impl StepPlanner {
         let class = self.class_of(batch)?;
         let knowledge = self.next.take(batch, self.config.topk);
         self.pending = None;
-        self.written = false;
+        self.before = None;
         let reasons = Reasons::default()
             .with_if(knowledge == Knowledge::Saturated, Reasons::SATURATED)
             .with_if(force, Reasons::FORCED);
@@ -310,12 +307,12 @@ impl StepPlanner {
     ///
     /// [`PlanError::State`] if nothing was written since the last decision.
     pub fn commit(&mut self) -> Result<(), PlanError> {
-        match self.pending {
-            Some(class) if self.written => {
+        match (self.pending, self.before) {
+            (Some(class), Some(_)) => {
                 std::mem::swap(&mut self.current, &mut self.next);
                 self.held = Held::Plan { class };
                 self.pending = None;
-                self.written = false;
+                self.before = None;
                 Ok(())
             }
             _ => Err(PlanError::State {
@@ -326,11 +323,10 @@ impl StepPlanner {
 
     /// Gives up the plan that waits for its commit, of which nothing has reached the device: what was held still is.
     pub fn withdraw(&mut self) {
-        if self.written {
-            self.held = self.before;
+        if let Some(before) = self.before.take() {
+            self.held = before;
         }
         self.pending = None;
-        self.written = false;
     }
 
     /// Says that the device made or will make a plan of its own: nothing is held afterwards.
@@ -371,17 +367,14 @@ impl StepPlanner {
 
     /// From here on until the commit the device may hold anything.
     fn hold_nothing(&mut self) {
-        if !self.written {
-            self.before = self.held;
-        }
+        self.before.get_or_insert(self.held);
         self.held = Held::Unknown(Reasons::INVALIDATED);
-        self.written = true;
     }
 
     fn forget(&mut self, why: Reasons) {
         self.held = Held::Unknown(why);
         self.pending = None;
-        self.written = false;
+        self.before = None;
     }
 
     /// How the plan in `next` differs from what the device holds.

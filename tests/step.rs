@@ -273,9 +273,7 @@ proptest! {
 
 #[test]
 fn an_unchanged_batch_asks_for_nothing() {
-    let config = config(5, 1, None, Policy::Aiter);
-    let mut planner = StepPlanner::new(config.clone()).unwrap();
-    let mut staging = vec![0; config.classes[3].words];
+    let (mut planner, mut staging) = fresh();
     let batch = Batch::new(&[0, 1, 3], Lengths::Exact(&[90, 80]), true, None).unwrap();
     let later = Batch::new(&[0, 1, 3], Lengths::Exact(&[91, 82]), true, None).unwrap();
     assert_eq!(planner.decide(&batch, false, false).unwrap().action, Action::Copy);
@@ -292,11 +290,23 @@ fn an_unchanged_batch_asks_for_nothing() {
     );
 }
 
+/// A planner that holds nothing yet, and a staging area for its plans.
+fn fresh() -> (StepPlanner, Vec<i32>) {
+    let config = config(5, 1, None, Policy::Aiter);
+    let staging = vec![0; config.classes[3].words];
+    (StepPlanner::new(config).unwrap(), staging)
+}
+
+/// Makes the planner hold the plan of a batch whose lengths are known.
+fn hold(planner: &mut StepPlanner, staging: &mut [i32], batch: &Batch<'_>) {
+    assert_eq!(planner.decide(batch, false, false).unwrap().action, Action::Copy);
+    planner.write(staging).unwrap();
+    planner.commit().unwrap();
+}
+
 #[test]
 fn keys_are_stored_last() {
-    let config = config(5, 1, None, Policy::Aiter);
-    let mut planner = StepPlanner::new(config.clone()).unwrap();
-    let mut staging = vec![0; config.classes[3].words];
+    let (mut planner, mut staging) = fresh();
     let batch = Batch::new(&[0, 1], Lengths::Exact(&[90]), true, None).unwrap();
     planner.decide(&batch, false, false).unwrap();
     assert!(planner.commit().is_err(), "nothing was written");
@@ -307,14 +317,10 @@ fn keys_are_stored_last() {
 
 #[test]
 fn a_copy_that_failed_half_way_leaves_nothing_held() {
-    let config = config(5, 1, None, Policy::Aiter);
-    let mut planner = StepPlanner::new(config.clone()).unwrap();
-    let mut staging = vec![0; config.classes[3].words];
+    let (mut planner, mut staging) = fresh();
     let held = Batch::new(&[0, 1], Lengths::Exact(&[90]), true, None).unwrap();
     let other = Batch::new(&[0, 2], Lengths::Exact(&[90]), true, None).unwrap();
-    planner.decide(&held, false, false).unwrap();
-    planner.write(&mut staging).unwrap();
-    planner.commit().unwrap();
+    hold(&mut planner, &mut staging, &held);
     planner.decide(&other, false, false).unwrap();
     planner.write(&mut staging).unwrap();
     assert_eq!(planner.decide(&held, false, false).unwrap().action, Action::Copy);
@@ -322,9 +328,7 @@ fn a_copy_that_failed_half_way_leaves_nothing_held() {
 
 #[test]
 fn a_plan_that_is_withdrawn_leaves_the_old_one_held() {
-    let config = config(5, 1, None, Policy::Aiter);
-    let mut planner = StepPlanner::new(config.clone()).unwrap();
-    let mut staging = vec![0; config.classes[3].words];
+    let (mut planner, mut staging) = fresh();
     let held = Batch::new(&[0, 1], Lengths::Exact(&[90]), true, None).unwrap();
     let other = Batch::new(&[0, 2], Lengths::Exact(&[90]), true, None).unwrap();
     planner.decide(&held, false, false).unwrap();
@@ -352,13 +356,9 @@ fn a_plan_that_is_withdrawn_leaves_the_old_one_held() {
 
 #[test]
 fn a_launch_without_device_arrays_changes_nothing() {
-    let config = config(5, 1, None, Policy::Aiter);
-    let mut planner = StepPlanner::new(config.clone()).unwrap();
-    let mut staging = vec![0; config.classes[3].words];
+    let (mut planner, mut staging) = fresh();
     let held = Batch::new(&[0, 1], Lengths::Exact(&[90]), true, None).unwrap();
-    planner.decide(&held, false, false).unwrap();
-    planner.write(&mut staging).unwrap();
-    planner.commit().unwrap();
+    hold(&mut planner, &mut staging, &held);
     let unknown = Batch::new(&[0, 1], Lengths::Unknown, true, None).unwrap();
     assert!(matches!(
         planner.decide(&unknown, false, false),

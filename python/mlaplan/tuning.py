@@ -6,8 +6,8 @@ Every slot of a load has the same content, so the time of the launch is the time
     merge  = launch + pieces of a row * merge
 
 Both by least squares of the relative difference. What it costs to have a merge at all shows in none of these: it is
-what the balanced fill of a few batches takes longer than aiter's walk, which leaves their rows whole, less what the
-table says of their longest slots. `tuning_gpu.py` has what runs; nothing here needs a GPU.
+what a few batches, shared out evenly by their blocks, take longer than under aiter's walk, which leaves their rows
+whole, less what the table says of their longest slots. `tuning_gpu.py` has what runs; nothing here needs a GPU.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Pair:
 
     Attributes:
         whole: aiter's, which cuts no row.
-        cut: The balanced one by a table in which a cut costs nothing; it cuts some.
-        longer: What the table says the longest slot of `cut` costs more than that of `whole`, mostly less than 0.
+        cut: The balanced one by a table in which a work costs its blocks alone; it cuts some.
+        longer: What the table says the longest slot of `cut` costs more than that of `whole`; may be less than 0.
     """
 
     whole: _core.Schedule

@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 from mlaplan.kernels.launch import Launch
 
 _TYPES = {"int32": "*i32", "float32": "*fp32", "float16": "*fp16", "uint16": "*bf16"}
+HOPPER = GPUTarget("cuda", 90, 32)
 LDS_BYTES = {"gfx942": 65536, "gfx950": 163840}  # per workgroup
 
 
@@ -116,16 +117,24 @@ def usage(compiled: Any) -> Usage:
 
 def cuda_usage(compiled: Any) -> CudaUsage:
     """Asks the disassembler that comes with Triton."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = _of_cubin(compiled, "cuobjdump", "--dump-resource-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if found is None:
         raise ValueError(f"no usage in {text!r}")
     return CudaUsage(int(compiled.metadata.shared), int(found[1]), int(found[2]))
+
+
+def cuda_instructions(compiled: Any) -> list[str]:
+    """The instructions for an NVIDIA GPU, in the order they lie in."""
+    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+([^;]*?)\s*;", _of_cubin(compiled, "nvdisasm", "-c"))
+
+
+def _of_cubin(compiled: Any, name: str, option: str) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        return subprocess.run([str(tool), option, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def stray_scalar_loads(assembly: str) -> list[str]:

@@ -12,10 +12,9 @@ triton = pytest.importorskip("triton")
 
 import offline_launches as launches
 from decode_cases import DEPTH
-from offline import LDS_BYTES, compile_amd, compile_for, cuda_usage, key_of, stray_scalar_loads, usage
+from offline import HOPPER, LDS_BYTES, compile_amd, compile_for, cuda_usage, key_of, stray_scalar_loads, usage
 from offline_launches import BF16, BF16_TYPES, FP8, fp8_type
 from triton import language as tl
-from triton.backends.compiler import GPUTarget
 
 from mlaplan.costs import DEFAULT
 from mlaplan.kernels.launch import Launch
@@ -156,7 +155,6 @@ def test_batches_of_any_size_are_compiled_once(rng: np.random.Generator) -> None
     assert counts[0] == counts[-1], counts
 
 
-_HOPPER = GPUTarget("cuda", 90, 32)
 _HOPPER_SHARED_BYTES = 227 * 1024
 
 
@@ -166,7 +164,7 @@ def test_decode_fits_a_hopper_gpu(heads: int, kv_dtype: Any) -> None:
     types, given = dict(BF16_TYPES), {}
     if kv_dtype is not None:
         types["kv_cache_ptr"], given["kv_dtype"] = "*fp8e4nv", kv_dtype
-    compiled = compile_for(launches.decode(8, heads, backend="cuda", **given), _HOPPER, types)
+    compiled = compile_for(launches.decode(8, heads, backend="cuda", **given), HOPPER, types)
     assert compiled.metadata.shared <= _HOPPER_SHARED_BYTES
 
 
@@ -175,7 +173,7 @@ def test_decode_fits_a_hopper_gpu(heads: int, kv_dtype: Any) -> None:
 def test_the_hopper_form_fits_without_spills(heads: int, fold: int, dtype: Any) -> None:
     launch = launches.decode(8, heads, fold, backend="hopper", dtype=dtype, kv_dtype=dtype)
     assert launch.kernel.is_gluon()
-    compiled = compile_for(launch, _HOPPER, dict(BF16_TYPES) if dtype == BF16 else {})
+    compiled = compile_for(launch, HOPPER, dict(BF16_TYPES) if dtype == BF16 else {})
     used = cuda_usage(compiled)
     assert used.shared_bytes <= _HOPPER_SHARED_BYTES, used
     assert used.stack_bytes == 0, used
@@ -216,11 +214,11 @@ def test_who_gets_the_hopper_form(
 
 def test_an_overlapping_merge_waits_in_every_program() -> None:
     """On every path, and after no return: as deep in the function as its one return."""
-    compiled = compile_for(launches.merge(8, 16, backend="hopper", after_decode=True), _HOPPER, BF16_TYPES)
+    compiled = compile_for(launches.merge(8, 16, backend="hopper", after_decode=True), HOPPER, BF16_TYPES)
     lines = compiled.asm["ttir"].splitlines()
     waits = [line for line in lines if "griddepcontrol.wait" in line]
     returns = [line for line in lines if "tt.return" in line]
     assert (len(waits), len(returns)) == (1, 1)
     assert len(waits[0]) - len(waits[0].lstrip()) == len(returns[0]) - len(returns[0].lstrip())
     assert lines.index(waits[0]) < lines.index(returns[0])
-    assert "griddepcontrol" not in compile_for(launches.merge(8, 16, backend="hopper"), _HOPPER, BF16_TYPES).asm["ptx"]
+    assert "griddepcontrol" not in compile_for(launches.merge(8, 16, backend="hopper"), HOPPER, BF16_TYPES).asm["ptx"]

@@ -10,8 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from offline import compile_for
-from triton.backends.compiler import GPUTarget
+from offline import HOPPER, compile_for
 
 from mlaplan.kernels.launch import Launch
 
@@ -22,7 +21,7 @@ HAZARD = """========= Error: Race reported between {} access at {}
 =========     and Write access at _decode_kernel+0x18b0 in decode_hopper.py:63 [19 hazards]
 =========
 """
-HOPPER = ("Read", "_decode_kernel+0x130 in decode_hopper_warps.py:63")
+IN_HOPPER = ("Read", "_decode_kernel+0x130 in decode_hopper_warps.py:63")
 
 
 def report(hazards: list[tuple[str, str]], *, counted: int | None = None) -> str:
@@ -34,9 +33,9 @@ def report(hazards: list[tuple[str, str]], *, counted: int | None = None) -> str
     ("hazards", "wanted"),
     [
         ([], (0, 0)),
-        ([HOPPER] * 2, (0, 2)),
+        ([IN_HOPPER] * 2, (0, 2)),
         ([("Write", "_decode_kernel+0x130 in decode.py:63")], (1, 0)),
-        ([("Read", "plan_kernel+0x130"), HOPPER], (1, 1)),
+        ([("Read", "plan_kernel+0x130"), IN_HOPPER], (1, 1)),
         ([("Read", "pass_words+0x130 in check_sanitizer.py:90")], (0, 1)),
         ([("Read", "race+0x90")], (1, 0)),
     ],
@@ -49,7 +48,7 @@ def test_hazards_of_the_hopper_decode_are_counted_by_themselves(
 
 def test_hazards_that_are_not_named_are_refused() -> None:
     with pytest.raises(SystemExit, match="counted 5 hazards and named 1"):
-        check_sanitizer.count("racecheck", report([HOPPER], counted=5))
+        check_sanitizer.count("racecheck", report([IN_HOPPER], counted=5))
     with pytest.raises(SystemExit, match="no summary"):
         check_sanitizer.count("racecheck", "killed")
 
@@ -60,6 +59,6 @@ def test_errors_of_the_other_tools_are_all_ours() -> None:
 
 def test_the_kernel_that_passes_words_on_compiles() -> None:
     launch = Launch(check_sanitizer.pass_words, (4,), (np.zeros(512, np.int32), 20), {}, {"num_warps": 4})
-    ptx = compile_for(launch, GPUTarget("cuda", 90, 32)).asm["ptx"]
+    ptx = compile_for(launch, HOPPER).asm["ptx"]
     assert ptx.count("mbarrier.arrive") >= 2
     assert "mbarrier.try_wait" in ptx

@@ -63,11 +63,11 @@ class StagingRing:
 
     def wait(self) -> Int32Array:
         """Returns the next area, after waiting for its last copy."""
-        if self.ready is None:
-            if self._next % self._per_group == 0:
-                self._enter().wait()
-            self.ready = self.areas[self._next]
-        return self.ready
+        area = self.reserve()
+        if area is None:
+            self._enter().wait()
+            area = self.ready = self.areas[self._next]
+        return area
 
     def take(self) -> int:
         """Returns the number of the area that is ready, from which the device is about to copy."""

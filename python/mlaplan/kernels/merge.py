@@ -168,6 +168,7 @@ def _merge_kernel(
     is_empty = (row < num_rows) & (tl.load(row_ptr) == tl.load(row_ptr + 1))
     entry = first + tl.arange(0, BLOCK_PARTIALS)
     partial = tl.load(reduce_partial_map_ptr + entry, mask=(entry >= 0) & (entry < last), other=-1)
+    # Where a program has one block there is no loop of one turn: for it gfx9 would spill scalar registers.
     if is_empty:
         heads = tile.to(tl.int64) * GROUP + tl.arange(0, HEADS)
         if SHARED:
