@@ -6,10 +6,11 @@ import argparse
 import datetime as dt
 import importlib.util
 import platform
+import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -69,40 +70,58 @@ def host_us(call: Callable[[], object], *, repeats: int = 300, warm: int = 30) -
     return 1e6 * statistics.median(times)
 
 
-def graph_us(call: Callable[[], object], *, nodes: int = 20, repeats: int = 30, flush: bool = False) -> float:
-    """Median device time of a call in microseconds, as one of several nodes of a replayed graph.
+def _captured(call: Callable[[], object], nodes: int, scratch: torch.Tensor | None) -> torch.cuda.CUDAGraph:
+    """A graph of so many calls, each behind a write over the scratch where there is one."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(nodes):
+            if scratch is not None:
+                scratch.zero_()
+            call()
+    return graph
+
+
+def side_by_side_us(
+    calls: Mapping[str, Callable[[], object]], *, nodes: int = 20, repeats: int = 30, flush: bool = False
+) -> dict[str, float]:
+    """Median device time of each call in microseconds, as one of several nodes of a replayed graph.
+
+    The graphs are replayed by turns, each round in another order, so that what a GPU's clock does under load is the
+    same for all of them.
 
     Args:
-        call: What to capture; it must have no effect that the next one of it could not repeat.
-        nodes: How often the graph holds it.
-        repeats: Replays.
+        calls: What to capture; none may have an effect that the next one could not repeat.
+        nodes: How often a graph holds its call.
+        repeats: Rounds.
         flush: Write over the L2 cache before each call, and take the time of that off again.
     """
     scratch = torch.empty(96 << 20, dtype=torch.uint8, device="cuda") if flush else None
-
-    def captured(*, with_call: bool) -> float:
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(nodes):
-                if scratch is not None:
-                    scratch.zero_()
-                if with_call:
-                    call()
-        times = []
-        for _ in range(repeats + 3):
+    graphs = {name: _captured(call, nodes, scratch) for name, call in calls.items()}
+    if scratch is not None:
+        graphs[""] = _captured(lambda: None, nodes, scratch)
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    order = list(graphs)
+    turns = random.Random(0)  # noqa: S311  (no secret)
+    for _ in range(repeats + 3):
+        turns.shuffle(order)
+        for name in order:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
-            graph.replay()
+            graphs[name].replay()
             end.record()
             torch.cuda.synchronize()
-            times.append(1e3 * begin.elapsed_time(end) / nodes)
-        return statistics.median(times[3:])
+            times[name].append(1e3 * begin.elapsed_time(end) / nodes)
+    medians = {name: statistics.median(taken[3:]) for name, taken in times.items()}
+    flushed = medians.pop("") if scratch is not None else 0.0
+    return {name: taken - flushed for name, taken in medians.items()}
 
-    return captured(with_call=True) - (captured(with_call=False) if scratch is not None else 0.0)
+
+def graph_us(call: Callable[[], object], *, nodes: int = 20, repeats: int = 30) -> float:
+    """The same for one call, the cache as it is."""
+    return side_by_side_us({"call": call}, nodes=nodes, repeats=repeats)["call"]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

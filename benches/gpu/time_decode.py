@@ -2,9 +2,9 @@
 
 A peer is a plug-in (`--peer FILE`): a module with `decode(q, kv, indices, scale, lengths)`, where q is (rows, heads,
 576), kv (slots, 576), indices (rows, topk) and lengths (rows,). Everything is checked against float64 on sampled rows
-first. The L2 cache is written over before each call. The floor counts every byte once: bytes / 4.3 TB/s or operations
-/ 790 TFLOP/s, whichever is larger; it knows nothing of the 50 MB that the cache has to write back first, which both
-the peer and we pay.
+first. What is compared is timed by turns, and the L2 cache is written over before each call. The floor counts every
+byte once: bytes / 4.3 TB/s or operations / 790 TFLOP/s, whichever is larger; it knows nothing of the 50 MB that the
+cache has to write back first, which both the peer and we pay.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import graph_us, parser, plugin, publish, refuse_debug, table
+from common import parser, plugin, publish, refuse_debug, side_by_side_us, table
 
 import mlaplan
 from mlaplan.kernels.target import gpu_kind, tile_for
@@ -109,21 +109,24 @@ class Problem:
         return max(errors)
 
 
-def timed(call: Callable[[], object]) -> float:
-    return graph_us(call, nodes=8, repeats=15, flush=True)
+def timed(**calls: Callable[[], object]) -> dict[str, float]:
+    return side_by_side_us(calls, nodes=8, repeats=15, flush=True)
 
 
 def beside(problem: Problem, peer: Any) -> list[object]:
     """Our time, the peer's where there is one, and the floor."""
     problem.run()
     assert problem.error(problem.out) < 4e-3, "the decode is wrong: not timed"
-    mine = timed(problem.run)
-    line: list[object] = [f"{mine:.1f}"]
+    calls: dict[str, Callable[[], object]] = {"mine": problem.run}
     if peer is not None:
         given = problem.q, problem.kv, problem.indices, problem.scale, problem.lengths
         assert problem.error(peer.decode(*given)) < 1e-2, "the peer is wrong: not timed"
-        theirs = timed(lambda: peer.decode(*given))
-        line += [f"{theirs:.1f}", f"{theirs / mine:.2f}x"]
+        calls["theirs"] = lambda: peer.decode(*given)
+    times = timed(**calls)
+    mine = times["mine"]
+    line: list[object] = [f"{mine:.1f}"]
+    if peer is not None:
+        line += [f"{times['theirs']:.1f}", f"{times['theirs'] / mine:.2f}x"]
     floor = floor_us(problem.tokens, *problem.q.shape[:2])
     return [*line, f"{floor:.1f}", f"{mine / floor:.2f}"]
 
@@ -147,8 +150,8 @@ def parts(heads: int) -> list[list[object]]:
         slots()
         assert torch.equal(problem.written[: problem.tokens], problem.kv_indices), "the slots are wrong: not timed"
         pieces = int(problem.plan.arrays.reduce_indptr[-1])
-        times = (timed(call) for call in (slots, decode, merge, problem.run))
-        lines.append([heads, rows, pieces, *(f"{value:.1f}" for value in times)])
+        times = timed(slots=slots, decode=decode, merge=merge, run=problem.run)
+        lines.append([heads, rows, pieces, *(f"{value:.1f}" for value in times.values())])
     return lines
 
 
@@ -156,12 +159,9 @@ def budgets(heads: int) -> list[list[object]]:
     """What the split budget does: one piece per row, the rule, and no limit."""
     lines = []
     for rows in (1, 8, 64, 256):
-        times = []
-        for budget in (1, None, 32, -1):
-            problem = Problem(rows, heads, split_budget=budget)
-            problem.run()
-            times.append(timed(problem.run))
-        lines.append([heads, rows, *(f"{value:.1f}" for value in times)])
+        problems = {str(budget): Problem(rows, heads, split_budget=budget) for budget in (1, None, 32, -1)}
+        times = timed(**{budget: problem.run for budget, problem in problems.items()})
+        lines.append([heads, rows, *(f"{value:.1f}" for value in times.values())])
     return lines
 
 

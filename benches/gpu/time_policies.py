@@ -1,7 +1,7 @@
 """Device time of decode and merge under each policy: what `balanced` gains over the rule, what `invariant` costs.
 
-Planned on the host, decoded by the portable kernels, the L2 cache written over before each. Every decode is checked
-against float64 on sampled rows before it is timed. The cost tables are those that `mlaplan tune` stored:
+Planned on the host, decoded by the portable kernels by turns, the L2 cache written over before each. Every decode is
+checked against float64 on sampled rows before it is timed. The cost tables are those that `mlaplan tune` stored:
 
     mlaplan tune --heads 16 && mlaplan tune --heads 128 && python benches/gpu/time_policies.py --out docs/results
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import graph_us, parser, publish, refuse_debug, table
+from common import parser, publish, refuse_debug, side_by_side_us, table
 
 import mlaplan
 
@@ -62,47 +62,57 @@ class Inputs:
         return max(errors)
 
 
-def timed(inputs: Inputs, topk: int, slots: int | None, settings: dict[str, Any]) -> tuple[float, float]:
-    """Time in microseconds, and the longest slot by the policy's cost table (0 where it has none)."""
-    rows = len(inputs.lengths)
-    config = mlaplan.PlannerConfig(max_rows=rows, max_requests=rows, arch=None, heads=inputs.heads, topk=topk,
-                                   num_cus=slots, **settings)  # fmt: skip
-    planner = mlaplan.Planner(config, "cuda")
-    boundaries = np.arange(rows + 1, dtype=np.int32)
-    plan = planner.plan(mlaplan.Batch(boundaries, mlaplan.Exact(inputs.lengths)))
+class Side:
+    """A batch planned under one policy.
 
-    def run() -> None:
-        planner.backend.decode(
-            plan, inputs.q, inputs.pool, inputs.kv_indices, scale=576**-0.5, out=inputs.out, lse=inputs.lse
-        )
+    Attributes:
+        run: Its decode.
+        longest: The longest slot by the cost table.
+    """
 
-    inputs.out.fill_(float("nan"))
-    run()
-    assert inputs.error() < 4e-3, "the decode is wrong: not timed"
-    used = planner.params.cost_table
-    works = planner.device.to_host(plan.arrays.work_info[: plan.num_works])
-    indptr = planner.device.to_host(plan.arrays.work_indptr)
-    longest = used.finish_time(indptr, np.ascontiguousarray(works).reshape(-1)) if used is not None else 0
-    return graph_us(run, nodes=8, repeats=15, flush=True), longest
+    def __init__(self, inputs: Inputs, topk: int, slots: int | None, settings: dict[str, Any]) -> None:
+        rows = len(inputs.lengths)
+        config = mlaplan.PlannerConfig(max_rows=rows, max_requests=rows, arch=None, heads=inputs.heads, topk=topk,
+                                       num_cus=slots, **settings)  # fmt: skip
+        planner = mlaplan.Planner(config, "cuda")
+        boundaries = np.arange(rows + 1, dtype=np.int32)
+        plan = planner.plan(mlaplan.Batch(boundaries, mlaplan.Exact(inputs.lengths)))
+        works = planner.device.to_host(plan.arrays.work_info[: plan.num_works])
+        indptr = planner.device.to_host(plan.arrays.work_indptr)
+        table = planner.params.cost_table
+        assert table is not None
+        self.longest = table.finish_time(indptr, np.ascontiguousarray(works).reshape(-1))
+
+        def run() -> None:
+            planner.backend.decode(
+                plan, inputs.q, inputs.pool, inputs.kv_indices, scale=576**-0.5, out=inputs.out, lse=inputs.lse
+            )
+
+        self.run = run
+        inputs.out.fill_(float("nan"))
+        run()
+        assert inputs.error() < 4e-3, "the decode is wrong: not timed"
 
 
 def measure(arguments: Any, heads: int, kind: str, pool: torch.Tensor) -> list[list[object]]:
-    """Times all row counts of one shape under all policies."""
+    """Times all row counts of one shape under all policies, by turns."""
     lines = []
     for rows in arguments.rows:
         rng = np.random.default_rng([arguments.seed, rows])
         inputs = Inputs(heads, row_lengths(kind, rows, arguments.topk, rng), pool, arguments.seed)
-        times = {}
-        for name, settings in SETTINGS.items():
-            # With the table of `balanced`, so that its longest slot is told by the same numbers.
-            priced = {**settings, "cost_table": arguments.tables[heads]}
-            times[name] = timed(inputs, arguments.topk, arguments.slots, priced)
-        best_of_aiter = min(times[name][0] for name in ("rule", "no limit (-1)", "one piece per row"))
+        # With the table of `balanced`, so that all longest slots are told by the same numbers.
+        sides = {
+            name: Side(inputs, arguments.topk, arguments.slots, {**settings, "cost_table": arguments.tables[heads]})
+            for name, settings in SETTINGS.items()
+        }
+        calls = {name: side.run for name, side in sides.items()}
+        times = side_by_side_us(calls, nodes=8, repeats=15, flush=True)
+        best_of_aiter = min(times[name] for name in ("rule", "no limit (-1)", "one piece per row"))
         balanced, invariant = times["balanced"], times["invariant"]
         lines.append([
-            heads, kind, rows, *(f"{value:.1f}" for value, _longest in times.values()),
-            f"{times['rule'][0] / balanced[0]:.2f}x", f"{times['rule'][1] / balanced[1]:.2f}x",
-            f"{best_of_aiter / balanced[0]:.2f}x", f"{invariant[0] / balanced[0]:.2f}x",
+            heads, kind, rows, *(f"{value:.1f}" for value in times.values()),
+            f"{times['rule'] / balanced:.2f}x", f"{sides['rule'].longest / sides['balanced'].longest:.2f}x",
+            f"{best_of_aiter / balanced:.2f}x", f"{invariant / balanced:.2f}x",
         ])  # fmt: skip
         print(*lines[-1], flush=True)
     return lines
@@ -152,9 +162,9 @@ def main() -> None:
     names = ["block_tokens", "block", "piece", "whole", "slot", "merge", "cut"]
     costs = [[heads, *costs.fields] for heads, costs in arguments.tables.items()]
     about = (
-        f"Device time in us of decode and merge, bf16, topk {arguments.topk}, L2 written over before each. `rule`, "
-        "`no limit` and `one piece per row` are split budgets of the policy `aiter`; `invariant` has pieces of 256 "
-        "tokens, or of 1,024 where it says so. `full`: every row has topk tokens; `mixed`: a third has, the others "
+        f"Device time in us of decode and merge, bf16, topk {arguments.topk}, by turns, L2 written over before each. "
+        "`rule`, `no limit` and `one piece per row` are split budgets of the policy `aiter`; `invariant` has pieces of "
+        "256 tokens, or of 1,024 where it says so. `full`: every row has topk tokens; `mixed`: a third has, the others "
         "have 1 to topk, evenly. A ratio above 1 means that the second is faster. `by the table` compares longest "
         "slots as the cost table has them, merges and cuts not included."
     )

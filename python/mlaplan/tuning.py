@@ -30,6 +30,8 @@ FloatArray = npt.NDArray[np.float64]
 MOST_RESIDUAL = 0.25
 # Full rows per slot: so near a whole number that aiter's walk leaves all rows whole, so far that cutting may gain.
 _ROWS_PER_SLOT = (1.9, 1.94, 2.9, 3.9)
+# Times that both schedules of a pair are timed by turns, for a GPU's clock falls while it works.
+_TURNS = 5
 
 
 class TuningError(RuntimeError):
@@ -202,19 +204,16 @@ def with_cut(fitted: Fit, pairs: Iterable[Pair], time: Callable[[_core.Schedule]
         time: Returns the time of decode and merge of a schedule in nanoseconds.
 
     Returns:
-        The fit with `cut` in its table: the median over the pairs of what cutting takes longer than the table says, and
-        at least 0. Without pairs, as for a single slot, it is 0, and a note says so.
+        The fit with `cut` in its table: the median over the pairs of what cutting takes longer than the table says, by
+        turns, and at least 0. Without pairs, as for a single slot, it is 0, and a note says so.
 
     Raises:
         TuningError: The times are no times, or `cut` comes out larger than a table may hold.
     """
     extra = []
     for pair in pairs:
-        times = [float(time(made)) for made in (pair.cut, pair.whole)]
-        for taken in times:
-            if not (math.isfinite(taken) and taken > 0):
-                raise TuningError(f"a schedule of {len(pair.whole.work_info)} rows took {taken} ns, which is no time")
-        extra.append(times[0] - times[1] - pair.longer)
+        turns = [(_checked(time, pair.cut), _checked(time, pair.whole)) for _ in range(_TURNS)]
+        extra.append(statistics.median(cut - whole for cut, whole in turns) - pair.longer)
     if not extra:
         note = "cut was taken as 0: there is no batch to measure it by"
         return fitted._replace(notes=(*fitted.notes, note))
@@ -227,6 +226,14 @@ def with_cut(fitted: Fit, pairs: Iterable[Pair], time: Callable[[_core.Schedule]
     except ValueError as error:
         raise TuningError(f"these times make no table: {error}") from error
     return fitted._replace(table=table, notes=notes)
+
+
+def _checked(time: Callable[[_core.Schedule], float], made: _core.Schedule) -> float:
+    """The time of a schedule, if it is one."""
+    taken = float(time(made))
+    if not (math.isfinite(taken) and taken > 0):
+        raise TuningError(f"a schedule of {len(made.work_indptr) - 1} slots took {taken} ns, which is no time")
+    return taken
 
 
 def _decode_terms(load: Load) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import c_int32
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,14 @@ _is_long_bf16_prefill = getattr(stock, "_is_long_bf16_prefill", None)
 _build_unplanned = ROCMAiterMLASparseMetadataBuilder.__mro__[1].build if _HAS_COMMON_BASE else plain.build
 # Fields kept: one set for each (class, rows) pair that was met, a few kilobytes of host memory each.
 _MOST_FIELDS = 8192
+
+
+def _entry_of(array: torch.Tensor, index: int) -> int:
+    """An entry of a host array of int32. NumPy's view of a tensor costs more than all that is asked of it here."""
+    is_plain = array.dtype is torch.int32 and array.is_cpu and array.is_contiguous()
+    if is_plain and 0 <= index < array.numel():
+        return c_int32.from_address(array.data_ptr() + 4 * index).value
+    return int(array.numpy()[index])
 
 
 class _Fields(NamedTuple):
@@ -111,26 +120,26 @@ class PlannedBuilder(ROCMAiterMLASparseMetadataBuilder):
         """Sets every field that the stock builder sets after its base class."""
         dense = metadata.prefill is not None and metadata.prefill.use_dense_mha
         num_reqs = metadata.num_decodes if dense else metadata.num_reqs
-        boundaries = common.query_start_loc_cpu.numpy()
-        rows = int(boundaries[num_reqs])
+        boundaries = common.query_start_loc_cpu
+        rows = _entry_of(boundaries, num_reqs)
         visible = rows if dense else metadata.num_actual_tokens
         plan = None
         if rows > 0:
-            plan = self._plan(serving, common, boundaries[: num_reqs + 1], rows, visible)
+            plan = self._plan(serving, common, num_reqs, rows, visible)
             metadata.plan = plan
             metadata.made_by_consumer = serving.deferred
         fields = self._fields_of(plan, rows if _HAS_COMMON_BASE else visible)
         scheduled = plan is not None and not (metadata.num_prefills and self._runs_without_schedule(metadata))
         metadata.__dict__.update(fields.with_schedule if scheduled else fields.without)
 
-    def _plan(self, serving: Serving, common: Any, boundaries: Any, rows: int, visible: int) -> Plan:
-        planner, num_reqs = serving.planner, len(boundaries) - 1
+    def _plan(self, serving: Serving, common: Any, num_reqs: int, rows: int, visible: int) -> Plan:
+        planner = serving.planner
         device_boundaries, device_lengths = common.query_start_loc, common.seq_lens
         if device_lengths.numel() != num_reqs or device_boundaries.numel() != num_reqs + 1:
             device_boundaries, device_lengths = device_boundaries[: num_reqs + 1], device_lengths[:num_reqs]
         if serving.deferred and planner.observer is None:
             return planner.defer(num_reqs, rows, visible, device_boundaries, device_lengths)
-        boundaries = np.ascontiguousarray(boundaries, np.int32)
+        boundaries = np.ascontiguousarray(common.query_start_loc_cpu.numpy()[: num_reqs + 1], np.int32)
         batch = Batch(boundaries, None, visible, False, device_boundaries, device_lengths)  # noqa: FBT003
         if serving.mode is Mode.CLASSIC:
             return classic.plan(self, serving, batch)
