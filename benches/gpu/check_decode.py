@@ -1,4 +1,4 @@
-"""The portable decode against float64 on this GPU: heads, dtypes, topk, row counts, ragged and padded rows, any budget.
+"""The portable decode against float64 on this GPU: heads, dtypes, topk, rows, ragged and padded, any scale and budget.
 
 For each head count and dtype the kernels are compiled once and run over random top-k indices. The relative error
 `||out - ref|| / ||ref||` is over all rows of a case; that of LSE is the largest difference. The same rows under another
@@ -24,6 +24,8 @@ TYPES = (("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp8"))
 CASES = tuple(itertools.product((512, 1024, 2048), (1, 3, 16, 64, 257, 512)))
 SLOTS, BLOCK = 1 << 17, 64
 KV_SCALE = 0.25  # what an fp8 entry is multiplied with
+# Softmax scales by case; one that is not positive is somebody's mistake, and still says what the result is.
+SOFTMAX_SCALES = tuple(factor * 576**-0.5 for factor in (1, 1, 4, 1, -1, 0))
 
 
 @dataclass
@@ -42,14 +44,14 @@ class Found:
 
 
 def reference(
-    q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor
+    q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor, softmax_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dense softmax attention of each row in float64."""
     outs, lses = [], []
     for first in range(0, len(q), 32):
         part = slice(first, first + 32)
         keys = kv[indices[part].long()].double()
-        scores = q[part].double() @ keys.transpose(1, 2) * 576**-0.5
+        scores = q[part].double() @ keys.transpose(1, 2) * softmax_scale
         outside = torch.arange(indices.shape[1], device="cuda") >= lengths[part, None]
         scores.masked_fill_(outside[:, None], -torch.inf)
         lses.append(torch.logsumexp(scores, -1))
@@ -57,7 +59,7 @@ def reference(
     return torch.cat(outs), torch.cat(lses)
 
 
-def check(found: Found, topk: int, rows: int, seed: int) -> None:
+def check(found: Found, topk: int, rows: int, softmax_scale: float, seed: int) -> None:
     """One case: ragged rows, some padding, under several budgets."""
     generator = torch.Generator("cuda").manual_seed(seed)
     q_type = torch.float16 if found.q_dtype == "fp16" else torch.bfloat16
@@ -72,7 +74,7 @@ def check(found: Found, topk: int, rows: int, seed: int) -> None:
     # A request per row over one table: the token's position is its slot.
     positions = torch.randint(0, SLOTS, (padded, topk + 3), generator=generator, device="cuda", dtype=torch.int32)
     blocks = torch.arange(SLOTS // BLOCK, dtype=torch.int32, device="cuda").expand(rows, -1).contiguous()
-    wanted, wanted_lse = reference(q[:rows], kv.float() * scale, positions[:rows, :topk], lengths)
+    wanted, wanted_lse = reference(q[:rows], kv.float() * scale, positions[:rows, :topk], lengths, softmax_scale)
     outs = []
     for budget in (None, -1, 1, 3):
         config = mlaplan.PlannerConfig(
@@ -85,7 +87,9 @@ def check(found: Found, topk: int, rows: int, seed: int) -> None:
         out = torch.full((padded, found.heads, 512), 7.0, dtype=q_type, device="cuda")
         lse = torch.full((padded, found.heads), 7.0, device="cuda")
         scales = (None, KV_SCALE) if found.kv_dtype == "fp8" else (None, None)
-        planner.decode(plan, q, kv, positions, blocks, block_size=BLOCK, out=out, lse=lse, fp8_scales=scales)
+        planner.decode(
+            plan, q, kv, positions, blocks, block_size=BLOCK, scale=softmax_scale, out=out, lse=lse, fp8_scales=scales
+        )
         found.error = max(found.error, float((out[:rows].double() - wanted).norm() / wanted.norm()))
         found.lse = max(found.lse, float((lse[:rows].double() - wanted_lse).abs().max()))
         found.wrong_padding += int((out[rows:] != 0).sum()) + int((~torch.isneginf(lse[rows:])).sum())
@@ -100,7 +104,8 @@ def of_heads(heads: int) -> list[dict]:
     for fold, (q_dtype, kv_dtype) in itertools.product(FOLDS.get(heads, (1,)), TYPES):
         found = Found(heads, fold, q_dtype, kv_dtype)
         for number, (topk, rows) in enumerate(CASES):
-            check(found, topk, rows, 100 * heads + number)
+            scale = SOFTMAX_SCALES[(number + number // 6) % len(SOFTMAX_SCALES)]
+            check(found, topk, rows, scale, 100 * heads + number)
         results.append(asdict(found))
     return results
 

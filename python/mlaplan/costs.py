@@ -154,10 +154,10 @@ def _whole(name: str, value: object, least: int, most: int) -> int:
 DEFAULT = CostTable.named("bf16 16")
 """What is taken where nothing is known of a kernel: the counts of aiter's bfloat16 kernel of 16 heads."""
 
-# `mlaplan tune` on one H200, 2026-11-30, see docs/results: 16 heads on 132 slots, and 128 heads on 66, in nanoseconds.
-_PORTABLE_FEW = CostTable(block_tokens=64, block=2612, piece=1849, whole=1508, slot=4890, merge=296, cut=12_591)
-# `cut` read off 256 full rows in docs/results (time-policies): 13 us longer for a longest slot 3 us shorter.
-_PORTABLE_MANY = CostTable(block_tokens=64, block=2025, piece=5855, whole=3830, slot=5917, merge=1278, cut=15_500)
+# `mlaplan tune` on one H200, 2026-11-30, in the run of docs/results (time-policies): 16 heads on 132 slots, 128 heads
+# on 66, in nanoseconds.
+_PORTABLE_FEW = CostTable(block_tokens=64, block=2621, piece=1977, whole=1600, slot=4861, merge=294, cut=12_205)
+_PORTABLE_MANY = CostTable(block_tokens=64, block=2004, piece=5723, whole=3719, slot=6449, merge=1289, cut=12_515)
 
 
 def portable_default(heads: int, block_tokens: int) -> CostTable:

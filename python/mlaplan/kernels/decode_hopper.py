@@ -30,9 +30,9 @@ from mlaplan.kernels.target import Tile
 DEPTH, V_DIM = 576, 512  # the one shape of rows that the buffers are laid out for
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
-# Registers of a thread of each group; the sums take the rest of 65,536: 168 beside the scores, 255 alone.
-_LOADER_REGISTERS = gl.constexpr(72)
-_SCORE_REGISTERS = gl.constexpr(104)
+# Registers of a thread of each group; the sums take the rest of 65,536: 160 beside the scores, 255 alone.
+_LOADER_REGISTERS = gl.constexpr(80)
+_SCORE_REGISTERS = gl.constexpr(112)
 
 
 def takes(q: Any, kv_cache: Any, row_stride: int, v_dim: int, num_works: int) -> bool:

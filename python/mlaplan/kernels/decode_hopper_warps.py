@@ -308,6 +308,12 @@ def whole(
 
 
 @gluon.jit
+def _by_lanes(scores):
+    """Scores with their tokens as (TOKENS / 8, 8): a thread has all of an entry of the last axis, and asks no other."""
+    return scores.reshape([scores.shape[0], scores.shape[1] // 8, 8])
+
+
+@gluon.jit
 def scores(
     works,
     outputs,
@@ -331,6 +337,8 @@ def scores(
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     HALF: gl.constexpr = q_smem[0].shape[1] // 2
     per_head: gl.constexpr = gl.SliceLayout(1, mma)
+    # A positive scale, and it is that, is multiplied with in the addition that exponentials need anyway.
+    late_scale = gl.where(score_scale > 0, score_scale, 1.0)
     token = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, mma))
     work, last, tile, location, kv_start, kv_end = _first_work(works, GROUP, HEADS)
     stage = 0
@@ -343,7 +351,7 @@ def scores(
         if runs:
             peak = gl.full([HEADS], float("-inf"), gl.float32, layout=per_head)
             zeros = gl.zeros([HEADS, TOKENS], gl.float32, layout=mma)
-            total = gl.zeros([HEADS], gl.float32, layout=per_head)
+            totals = gl.sum(_by_lanes(zeros), 1)  # added up over a row's threads once, at the end
             for first in range(kv_start, kv_end, TOKENS):
                 mbarrier.wait(full.index(stage), phase)
                 # What ordinary copies wrote is read by the matrix units, which see memory in another way.
@@ -356,23 +364,26 @@ def scores(
                 score = warpgroup_mma(right, value.slice(HALF, HALF, dim=0), score, is_async=True)
                 score = warpgroup_mma(q_smem[1], kv_smem[1].index(stage).permute((1, 0)), score, is_async=True)
                 score = warpgroup_mma_wait(0, deps=(score,))
-                score = score * score_scale
+                if (score_scale > 0) == 0:
+                    score = score * score_scale
                 if first + TOKENS >= kv_end:
                     mbarrier.arrive(q_empty, count=1)
                     score = gl.where((first + token < kv_end)[None, :], score, float("-inf"))
-                new_peak = gl.maximum(peak, gl.max(score, 1))
+                highest = gl.convert_layout(gl.max(gl.max(_by_lanes(score), 1), 1), per_head)
+                new_peak = gl.maximum(peak, highest * late_scale)
                 shrink = gl.exp2(peak - new_peak)
-                weight = gl.exp2(score - new_peak[:, None])
+                weight = gl.exp2(score * late_scale - new_peak[:, None])
                 mbarrier.wait(taken, sent_phase)
                 weight_smem.store(weight.to(weight_smem.dtype))
                 factor_smem.store(shrink)
                 fence_async_shared()
                 mbarrier.arrive(sent, count=1)
                 sent_phase ^= 1
-                # Behind what the sums wait for.
-                total = total * shrink + gl.sum(weight, 1)
+                of_thread = gl.sum(_by_lanes(weight), 1)
+                totals = totals * gl.convert_layout(shrink, gl.SliceLayout(1, totals.type.layout))[:, None] + of_thread
                 peak = new_peak
                 stage, phase = _advance(stage, phase, STAGES)
+            total = gl.convert_layout(gl.sum(totals, 1), per_head)
             factor = k_scale / gl.where(total == 0.0, 1.0, total)
             mbarrier.wait(taken, sent_phase)
             factor_smem.store(factor)
