@@ -91,17 +91,27 @@ fn best_pieces(blocks: u64, table: &CostTable, num_cus: i32) -> i32 {
     let mut best = (whole + blocks * block, 1);
     let mut pieces = 2;
     while pieces <= most {
-        let longest = blocks.div_ceil(pieces);
-        let cost = piece + longest * block + pieces * merge + cut;
+        let longest = div_ceil(blocks, pieces);
+        let fixed = piece + pieces * merge + cut;
+        let cost = fixed + longest * block;
         if cost < best.0 {
             best = (cost, pieces);
         }
-        if longest == 1 {
+        // More pieces cost more to merge, and the longest is a block at least.
+        if longest == 1 || fixed + block >= best.0 {
             break;
         }
-        pieces = blocks.div_ceil(longest - 1);
+        pieces = div_ceil(blocks, longest - 1);
     }
     i32::try_from(best.1).unwrap_or(num_cus)
+}
+
+/// `n / by`, rounded up, for numbers that nearly always fit 32 bits, which are divided in half the time.
+fn div_ceil(n: u64, by: u64) -> u64 {
+    match (u32::try_from(n), u32::try_from(by)) {
+        (Ok(n), Ok(by)) => n.div_ceil(by).into(),
+        _ => n.div_ceil(by),
+    }
 }
 
 fn check_positive(argument: &'static str, value: i32) -> Result<(), PlanError> {

@@ -285,6 +285,11 @@ impl StepPlanner {
             return Ok(budget);
         }
         let longest = self.next.longest_row(config.topk);
+        // Blocks decide under `balanced`, and a row that grows by a token seldom has one more.
+        let longest = match config.policy {
+            Policy::Balanced(table) => table.whole_blocks(longest),
+            Policy::Aiter | Policy::Invariant { .. } => longest,
+        };
         if longest != self.budget.0 {
             let budget = match config.policy {
                 Policy::Balanced(table) => split_budget(longest, &table, config.num_cus)?,

@@ -3,13 +3,12 @@
 //! `docs/design.md` section 6 has the definition and the proofs of what is relied on here: what is feasible under a
 //! capacity is feasible under a larger one, and the largest candidate is feasible.
 
-use super::EmptyRows;
-use super::Variant;
-use super::demand::Demand;
+use super::demand::{Demand, blocks_of};
+use super::lanes::LANES;
 use super::prices::Prices;
 use super::search::Search;
-use super::sink::{Placer, Sink, Writer};
-use super::walk::Walk;
+use super::walk::tokens_of;
+use super::{BLOCK_TOKENS, OVERHEAD_BLOCKS};
 
 /// Candidates for the capacity of a slot.
 pub(super) const CANDIDATES: u64 = 64;
@@ -51,7 +50,8 @@ pub(super) fn capacity(
         prices,
         low,
         step,
-        total,
+        blocks,
+        shortest: rows.shortest,
         longest: rows.longest,
         has_single: rows.has_single,
         from: candidate(mean.max(single)),
@@ -65,14 +65,14 @@ pub(super) fn capacity(
     if is_beaten(least) {
         return None;
     }
-    let first = match *hint {
-        Some(cost) => candidate(cost).saturating_sub(2),
-        // Few tiles have few ways to lie: the least that is possible often is.
-        None if 6 * demand.live_tiles <= slots => 0,
-        None => (guess(demand, prices) / step).saturating_sub(2),
+    // Few tiles have few ways to lie: the least that is possible often is.
+    let found = if 6 * demand.live_tiles <= slots && search.is_feasible(least) {
+        least
+    } else {
+        let over = hint.unwrap_or_else(|| guess(demand, prices));
+        low + search.least_feasible((over / step).saturating_sub(LANES as u64 / 2)) * step
     };
-    let found = low + search.least_feasible(first) * step;
-    *hint = Some(found);
+    *hint = Some(found - low);
     (found == least || !is_beaten(found)).then_some(found)
 }
 
@@ -87,6 +87,8 @@ fn guess(demand: &Demand, prices: &Prices) -> u64 {
 }
 
 /// Whether every slot of aiter's walk costs less than the first limit where it cuts no tile, than the second where it does.
+///
+/// The second is not above the first. Of a tile that is cut the pieces that fill a slot cost the same, so one of them is looked at.
 fn is_aiter_below(
     [uncut, cut]: [u64; 2],
     kv_indptr: &[i32],
@@ -94,142 +96,35 @@ fn is_aiter_below(
     blocks_per_slot: i64,
     prices: &Prices,
 ) -> bool {
-    let bill = Bill {
-        prices,
-        slot: 0,
-        longest: 0,
-        limit: uncut,
-        limit_cut: cut,
-    };
-    let mut walk = Walk::new(bill, blocks_per_slot, Variant::Parallel, EmptyRows::Skip);
+    let share_tokens = i32::try_from(blocks_per_slot * i64::from(BLOCK_TOKENS)).unwrap_or(i32::MAX);
+    let (mut room, mut slot, mut longest, mut limit) = (blocks_per_slot, 0, 0, uncut);
     for bounds in kv_indptr.windows(2).filter(|bounds| bounds[0] < bounds[1]) {
+        let tokens = bounds[1] - bounds[0];
+        let blocks = i64::from(blocks_of(tokens));
         for _ in 0..fold {
-            walk.place_live(0, bounds[0], bounds[1]);
-            if walk.sink.longest >= walk.sink.limit {
+            if room <= 0 {
+                (room, slot) = (blocks_per_slot, 0);
+            }
+            if blocks <= room {
+                room -= blocks + OVERHEAD_BLOCKS;
+                slot += prices.work(tokens, true);
+            } else {
+                let head = tokens_of(room);
+                let full = (blocks - room - 1) / blocks_per_slot;
+                let last = blocks - room - full * blocks_per_slot;
+                limit = cut;
+                longest = longest.max(slot + prices.work(head, false));
+                if full > 0 {
+                    longest = longest.max(prices.work(share_tokens, false));
+                }
+                slot = prices.work(tokens - head - tokens_of(full * blocks_per_slot), false);
+                room = blocks_per_slot - last - OVERHEAD_BLOCKS;
+            }
+            longest = longest.max(slot);
+            if longest >= limit {
                 return false;
             }
         }
     }
     true
-}
-
-/// Sums up what the works of each slot cost.
-#[derive(Debug)]
-struct Bill<'a> {
-    prices: &'a Prices,
-    slot: u64,
-    longest: u64,
-    /// What no slot may reach: `limit_cut` once a tile was cut, which is not above what it was before.
-    limit: u64,
-    limit_cut: u64,
-}
-
-impl Bill<'_> {
-    #[inline]
-    fn add(&mut self, fixed: u64, tokens: i32) {
-        self.slot += fixed + self.prices.blocks(tokens) * self.prices.block;
-        self.longest = self.longest.max(self.slot);
-    }
-}
-
-impl Sink for Bill<'_> {
-    #[inline]
-    fn whole(&mut self, _tile: i32, start: i32, end: i32) {
-        self.add(self.prices.whole, end - start);
-    }
-
-    #[inline]
-    fn piece(&mut self, _tile: i32, from: i32, to: i32, _end: i32) {
-        self.limit = self.limit_cut;
-        self.add(self.prices.piece, to - from);
-    }
-
-    #[inline]
-    fn open_slot(&mut self) {
-        self.slot = 0;
-    }
-}
-
-/// The fill under a capacity that is feasible, written out.
-#[derive(Debug)]
-pub(super) struct Balanced<'a> {
-    pub(super) writer: Writer<'a>,
-    prices: Prices,
-    capacity: u64,
-    /// Blocks of a piece that fills a slot, and their tokens: those that a row may have, for where they are more no row is cut.
-    most: u64,
-    most_tokens: i32,
-    room: u64,
-}
-
-impl<'a> Balanced<'a> {
-    pub(super) fn new(writer: Writer<'a>, capacity: u64, prices: &Prices) -> Self {
-        let most = prices.most(capacity);
-        Self {
-            writer,
-            prices: *prices,
-            capacity,
-            most,
-            most_tokens: i32::try_from(most.saturating_mul(prices.block_tokens())).unwrap_or(i32::MAX),
-            room: capacity,
-        }
-    }
-
-    /// Places a row in two or more pieces: `head` blocks into the open slot, the others into fresh slots.
-    #[inline]
-    fn cut(&mut self, tile: i32, start: i32, end: i32, blocks: u64, head: u64) {
-        let (mut left, mut from) = (blocks, start);
-        if head > 0 {
-            from = start + self.prices.tokens(head);
-            self.writer.piece(tile, start, from, end);
-            left -= head;
-        } else if blocks <= self.most {
-            // It would fit as a single piece, but a row that is cut has two.
-            self.writer.open_slot();
-            from = start + self.prices.tokens(blocks - 1);
-            self.writer.piece(tile, start, from, end);
-            left = 1;
-        }
-        while left > self.most {
-            self.writer.open_slot();
-            let to = from + self.most_tokens;
-            self.writer.piece(tile, from, to, end);
-            from = to;
-            left -= self.most;
-        }
-        // The last block may be short, so the end of the row is not `from` plus whole blocks.
-        self.writer.open_slot();
-        self.writer.piece(tile, from, end, end);
-        self.room = self.capacity - self.prices.piece - left * self.prices.block;
-    }
-}
-
-impl Placer for Balanced<'_> {
-    #[inline]
-    fn place(&mut self, tile: i32, start: i32, end: i32) {
-        let blocks = self.prices.blocks(end - start);
-        let cost = self.prices.whole + blocks * self.prices.block;
-        if cost <= self.room {
-            self.writer.whole(tile, start, end);
-            self.room -= cost;
-            return;
-        }
-        let head = self.prices.most(self.room).min(blocks - 1);
-        if head == 0 && cost <= self.capacity {
-            self.writer.open_slot();
-            self.writer.whole(tile, start, end);
-            self.room = self.capacity - cost;
-        } else {
-            self.cut(tile, start, end, blocks, head);
-        }
-    }
-
-    #[inline]
-    fn num_partials(&self) -> i32 {
-        self.writer.num_partials()
-    }
-
-    fn finish(self) -> (usize, usize) {
-        self.writer.finish()
-    }
 }

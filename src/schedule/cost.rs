@@ -90,6 +90,12 @@ impl CostTable {
         u64::from(tokens.div_ceil(self.block_tokens.max(1)))
     }
 
+    /// The most tokens that touch as many blocks as these.
+    pub(crate) fn whole_blocks(&self, tokens: i32) -> i32 {
+        let tokens = tokens.max(0).unsigned_abs();
+        i32::try_from(self.blocks(tokens) * u64::from(self.block_tokens)).unwrap_or(i32::MAX)
+    }
+
     /// Checks that a policy can place works by this table.
     ///
     /// # Errors

@@ -1,332 +1,292 @@
-//! Four capacities that are filled at once, in 32 bits, which the compiler turns into vector instructions.
+//! Eight capacities that are filled at once, in 16 bits, which the compiler turns into vector instructions.
 //!
-//! Without a division: what a slot has room for is carried together with the remainder of that less `piece` by `block`, so that the
-//! one less `piece` and the other is whole blocks. A tile that is cut leaves the same remainder whatever it met. Each tile waits for the room
-//! that the one before leaves, so what counts is the number of steps from one room to the next.
+//! Counted in blocks, so that there is no product or quotient that waits for the tile before: what a slot has room for is
+//! `whole + g * block + f` with `0 <= f < block`, and a row of `n` blocks is whole where `n <= g`. SSE2 has saturating sums, minimum and
+//! maximum, and the upper half of a product, for 16 bits and not for 32.
 
-use super::prices::Prices;
+use std::array::from_fn;
+
+use super::prices::{Parts, Prices};
 
 /// Capacities that are tried at once.
-pub(super) const LANES: usize = 4;
+pub(super) const LANES: usize = 8;
 
 /// A number per lane.
-type Lane = [i32; LANES];
+type Lane = [i16; LANES];
 
-/// How the open slots stand: what they have room for, the remainder of that less `piece` by `block`, and the slots used.
+/// How the open slots stand: `g` and `f`, and the slots used.
 #[derive(Debug, Clone, Copy)]
 struct State {
-    room: Lane,
+    blocks: Lane,
     rest: Lane,
     slots: Lane,
 }
 
-/// A tile's blocks, their cost, and that of all of it as a whole.
+/// What tiles there are, which says what a walk need not ask.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// Every tile fits an empty slot, whole and as a piece.
+    Short,
+    /// No tile fits an empty slot, neither whole nor all of it but a block as a piece.
+    Long,
+    /// At most a quarter of the tiles do not fit an empty slot, whole and as a piece.
+    Mixed,
+    Any,
+}
+
+/// Capacities, and what follows from each.
+#[derive(Debug)]
+pub(super) struct Lanes {
+    kind: Kind,
+    /// Blocks of a tile that fits an empty slot of every lane, whole and as a piece.
+    fits: i16,
+    /// `whole` as blocks and a rest, and `whole - piece` as blocks.
+    whole: Small,
+    over_piece: i16,
+    /// A rest from which on `whole - piece` is one block more.
+    carry_from: i16,
+    block: i16,
+    /// Room of an empty slot, of one behind a piece of no blocks, and of one behind a whole row of none.
+    fresh: [Lane; 2],
+    behind_piece: [Lane; 2],
+    behind_whole: [Lane; 2],
+    one: Lane,
+    whole_blocks: Lane,
+    /// Room of a slot behind a piece of one block, as a whole row and as a piece.
+    behind_single: Lane,
+    head_behind_single: Lane,
+    whole_dearer: Lane,
+    whole_dearer_single: Lane,
+    other_rest: Lane,
+    /// Blocks of a piece that fills a slot, or of the longest row if that is less, and 2^16 over their number, rounded up.
+    most: Lane,
+    per_block: [u16; LANES],
+}
+
+/// A cost as blocks and a rest, in 16 bits.
 #[derive(Debug, Clone, Copy)]
-struct Tile {
-    blocks: i32,
-    cost_of_blocks: i32,
-    cost: i32,
+struct Small {
+    blocks: i16,
+    rest: i16,
 }
 
-/// Pieces of a tile that fill a slot, and the cost of the blocks of the last one, of 1 block up to those of a full one.
-#[derive(Debug, Clone, Copy, Default)]
-struct Split {
-    blocks: i32,
-    full: Lane,
-    last: Lane,
-}
-
-/// A number that the search found to be small.
-#[expect(clippy::cast_possible_truncation, reason = "below 2^28")]
+/// A number that was found to be small.
+#[expect(clippy::cast_possible_truncation, reason = "checked where the lanes are made")]
 #[inline]
-fn narrow(n: u64) -> i32 {
-    n as i32
+fn narrow(n: i64) -> i16 {
+    n as i16
 }
 
-/// All bits where `n` is negative, else none.
+/// All bits where it is so, else none.
 #[inline]
-fn below_zero(n: i32) -> i32 {
-    n >> 31
+fn mask(is_so: bool) -> i16 {
+    -i16::from(is_so)
 }
 
 /// `a` where the mask is set, else `b`.
 #[inline]
-fn choose(mask: i32, a: i32, b: i32) -> i32 {
+fn choose(mask: i16, a: i16, b: i16) -> i16 {
     b ^ ((a ^ b) & mask)
 }
 
-/// A capacity in every lane, and what follows from it.
-#[derive(Debug)]
-pub(super) struct Lanes {
-    block: i32,
-    piece: i32,
-    whole: i32,
-    /// Remainder of `whole` by `block`.
-    whole_rest: i32,
-    capacity: Lane,
-    /// A slot with room for less takes no block of a tile that does not fit.
-    least_cut: i32,
-    /// What a piece costs more than a whole row, less one.
-    less_than_whole: i32,
-    /// Room of a slot behind one block as a piece.
-    room_over: Lane,
-    /// Room of a slot less two pieces, and more by a whole row.
-    more_cut: Lane,
-    /// Remainder in an empty slot, behind a piece and behind a whole row.
-    rest: Lane,
-    rest_after_piece: Lane,
-    rest_after_whole: Lane,
-    /// Cost of the blocks of a piece that fills a slot, and 1 over their number.
-    full: Lane,
-    per_block: [f32; LANES],
-    /// A tile whose blocks cost no more fits an empty slot of every lane, whole and as a piece.
-    short: i32,
-    /// A tile whose blocks cost more fits no empty slot, neither whole nor all of it but a block as a piece.
-    long: i32,
-}
+const SHORT: u8 = 0;
+const LONG: u8 = 1;
+const MIXED: u8 = 2;
+const ANY: u8 = 3;
 
-#[expect(
-    clippy::inline_always,
-    reason = "a call per tile would take the open slots through memory"
-)]
+/// Largest number of blocks in a lane.
+const MOST_BLOCKS: i64 = 1 << 14;
+
 impl Lanes {
-    /// The capacities, and all that costs with them, are below 2^28.
-    ///
-    /// Out of line, so that the numbers come from memory four at a time, in their order.
+    /// The walks that the capacities allow; `None` where some number is not small.
     #[inline(never)]
-    pub(super) fn new(capacities: [u64; LANES], prices: &Prices) -> Self {
-        let [block, piece, whole] = [prices.block, prices.piece, prices.whole].map(narrow);
-        let remainder = |cost: i32| cost - narrow(prices.in_blocks(cost.unsigned_abs().into())) * block;
-        let [piece_rest, whole_rest] = [piece, whole].map(remainder);
-        let less = |rest: i32, taken: i32| rest - taken + (block & below_zero(rest - taken));
-        let capacity = capacities.map(narrow);
-        let most = capacities.map(|capacity| narrow(prices.most(capacity)));
-        let full = most.map(|blocks| blocks * block);
-        let mut rest = capacity;
-        for (rest, full) in rest.iter_mut().zip(full) {
-            *rest -= piece + full;
+    pub(super) fn new(capacities: [u64; LANES], [shortest, longest]: [u64; 2], [rows, blocks]: [u64; 2], slots: u64, prices: &Prices) -> Option<Self> {
+        let [block, piece, whole] = [prices.block, prices.piece, prices.whole].map(u64::cast_signed);
+        let [shortest, longest] = [shortest, longest].map(u64::cast_signed);
+        let largest = capacities.into_iter().max().unwrap_or(0).cast_signed();
+        if block > i16::MAX.into()
+            || largest.max(2 * whole).max(whole + piece) >= MOST_BLOCKS * block
+            || longest >= MOST_BLOCKS
+            || slots >= 1 << 14
+        {
+            return None;
         }
-        let least = capacity.into_iter().min().unwrap_or(0);
-        let largest = capacity.into_iter().max().unwrap_or(0);
-        Self {
-            block,
-            piece,
-            whole,
-            whole_rest,
-            least_cut: piece + block,
-            less_than_whole: piece - whole - 1,
-            room_over: capacity.map(|capacity| capacity - piece - block),
-            more_cut: capacity.map(|capacity| capacity - 2 * piece + whole),
-            capacity,
-            rest,
-            rest_after_piece: rest.map(|rest| less(rest, piece_rest)),
-            rest_after_whole: rest.map(|rest| less(rest, whole_rest)),
-            full,
-            per_block: most.map(|blocks| 1.0 / float(blocks)),
-            short: least - piece.max(whole),
-            long: full
-                .into_iter()
-                .max()
-                .unwrap_or(0)
-                .saturating_add(block)
-                .max(largest - whole),
+        let lanes = |less: i64| {
+            let mut parts = [[0; LANES]; 2];
+            for (lane, capacity) in capacities.into_iter().enumerate() {
+                let Parts { blocks, rest } = prices.parts(capacity.cast_signed() - less);
+                parts[0][lane] = narrow(blocks);
+                parts[1][lane] = narrow(rest);
+            }
+            parts
+        };
+        let small = |cost| {
+            let Parts { blocks, rest } = prices.parts(cost);
+            Small { blocks: narrow(blocks), rest: narrow(rest) }
+        };
+        let fresh = lanes(whole);
+        let ([head, _], [head_behind, _]) = (lanes(piece), lanes(2 * piece));
+        let most = head.map(|most| most.min(narrow(longest)));
+        let fits = fresh[0].into_iter().chain(head).min().unwrap_or(0);
+        let [least, largest] = [most.into_iter().min(), most.into_iter().max()].map(|most| most.unwrap_or(0));
+        let kind = if longest <= fits.into() {
+            Kind::Short
+        } else if shortest > (largest + 1).max(fresh[0].into_iter().max().unwrap_or(0)).into() {
+            Kind::Long
+        } else if blocks < rows / 4 * (fits.max(0).unsigned_abs() as u64 + 1) {
+            Kind::Mixed
+        } else {
+            Kind::Any
+        };
+        if kind != Kind::Short && (least < 2 || i64::from(largest) * (longest - 1) >= 1 << 16) {
+            return None;
         }
+        let (behind_piece, behind_whole) = (lanes(piece + whole), lanes(2 * whole));
+        let over_piece = small(whole - piece);
+        Some(Self {
+            kind,
+            fits,
+            whole: small(whole),
+            over_piece: over_piece.blocks + 1,
+            carry_from: narrow(block) - over_piece.rest,
+            block: narrow(block),
+            fresh: if kind == Kind::Long { [head, head] } else { fresh },
+            behind_piece,
+            behind_whole,
+            one: std::hint::black_box([1; LANES]), whole_blocks: std::hint::black_box([small(whole).blocks; LANES]),
+            behind_single: behind_piece[0].map(|blocks| blocks - 1),
+            head_behind_single: head_behind.map(|blocks| blocks - 1),
+            whole_dearer: from_fn(|lane| behind_whole[0][lane] - behind_piece[0][lane]),
+            whole_dearer_single: from_fn(|lane| behind_whole[0][lane] - behind_piece[0][lane] + 1),
+            other_rest: from_fn(|lane| behind_whole[1][lane] ^ behind_piece[1][lane]),
+            most,
+            per_block: most.map(|most| ((1_u32 << 16) / u32::from(most.max(2).unsigned_abs()) + 1) as u16),
+        })
     }
 
     /// Places all tiles under each capacity; returns the slots that they take.
-    ///
-    /// It is said beforehand whether there is a fold, and whether there are tiles of a `SINGLE` block: most batches have
-    /// neither, and asking costs each tile of theirs a fifth of its time.
+    pub(super) fn walk(&self, kv_indptr: &[i32], fold: usize, prices: &Prices) -> [u64; LANES] {
+        let slots = match (self.kind, fold) {
+            (Kind::Short, 1) => self.walk_of::<SHORT, false>(kv_indptr, 1, prices),
+            (Kind::Short, _) => self.walk_of::<SHORT, true>(kv_indptr, fold, prices),
+            (Kind::Long, 1) => self.walk_of::<LONG, false>(kv_indptr, 1, prices),
+            (Kind::Long, _) => self.walk_of::<LONG, true>(kv_indptr, fold, prices),
+            (Kind::Mixed, 1) => self.walk_of::<MIXED, false>(kv_indptr, fold, prices),
+            (Kind::Mixed, _) => self.walk_of::<MIXED, true>(kv_indptr, fold, prices),
+            (Kind::Any, 1) => self.walk_of::<ANY, false>(kv_indptr, 1, prices),
+            (Kind::Any, _) => self.walk_of::<ANY, true>(kv_indptr, fold, prices),
+        };
+        slots.map(|slots| u64::from(slots.unsigned_abs()))
+    }
+
     #[inline(never)]
-    pub(super) fn walk<const FOLDED: bool, const SINGLE: bool>(
+    fn walk_of<const KIND: u8, const FOLDED: bool>(
         &self,
         kv_indptr: &[i32],
         fold: usize,
         prices: &Prices,
-    ) -> [u64; LANES] {
+    ) -> Lane {
         let fold = if FOLDED { fold } else { 1 };
-        let mut open = self.start();
-        let mut split = Split::default();
+        let mut open = State {
+            blocks: self.fresh[0],
+            rest: self.fresh[1],
+            slots: [1; LANES],
+        };
         for bounds in kv_indptr.windows(2) {
-            let tile = self.tile(narrow(prices.blocks(bounds[1] - bounds[0])));
-            if tile.blocks == 0 {
+            let blocks = narrow(prices.blocks(bounds[1] - bounds[0]).cast_signed());
+            if blocks == 0 {
                 continue;
             }
-            if tile.cost_of_blocks <= self.short {
-                for _ in 0..fold {
-                    open = self.place_short::<SINGLE>(open, tile);
-                }
-            } else {
-                if split.blocks != tile.blocks {
-                    split = self.split(tile);
-                }
-                for _ in 0..fold {
-                    open = if tile.cost_of_blocks > self.long {
-                        self.place_huge(open, &split)
-                    } else {
-                        self.place_long(open, tile, &split)
-                    };
-                }
+            for _ in 0..fold {
+                open = match KIND {
+                    SHORT => self.place_short(open, blocks),
+                    MIXED if blocks <= self.fits => self.place_short(open, blocks),
+                    LONG => self.place_long(open, blocks),
+                    _ => self.place(open, blocks),
+                };
             }
         }
-        open.slots.map(|slots| u64::from(slots.unsigned_abs()))
+        open.slots
     }
 
-    #[inline]
-    fn tile(&self, blocks: i32) -> Tile {
-        let cost_of_blocks = blocks * self.block;
-        Tile {
-            blocks,
-            cost_of_blocks,
-            cost: cost_of_blocks + self.whole,
-        }
-    }
-
-    fn start(&self) -> State {
-        State {
-            room: self.capacity,
-            rest: self.rest,
-            slots: [1; LANES],
-        }
-    }
-
-    /// Places a tile that fits an empty slot, whole and as a piece. Where it may be a `SINGLE` block, that is asked.
+    /// Places a tile that fits an empty slot, whole and as a piece.
     #[inline(always)]
-    fn place_short<const SINGLE: bool>(&self, mut open: State, tile: Tile) -> State {
-        // A tile of one block is not cut, whatever there is room for.
-        let is_single = SINGLE && tile.blocks == 1;
-        let least_cut = if is_single { i32::MAX >> 1 } else { self.least_cut };
-        let less_than_whole = if is_single {
-            i32::MAX >> 1
-        } else {
-            self.less_than_whole
-        };
+    fn place_short(&self, mut open: State, n: i16) -> State {
+        let n = [n; LANES];
         for lane in 0..LANES {
-            let (room, rest) = (open.room[lane], open.rest[lane]);
-            let left = room - tile.cost;
-            let closed = below_zero(left);
-            let uncut = below_zero(room - least_cut);
-            // All of it would fit as a piece, so all blocks but one are taken.
-            let over = below_zero(less_than_whole - left);
-            // What the next slot has room for is more than `left` by this.
-            let more = self.more_cut[lane] - rest;
-            let more_uncut = self.capacity[lane] - room;
-            let more_over = self.room_over[lane] - left;
-            let more = more ^ ((more ^ more_uncut) & uncut) ^ ((more ^ more_over) & over);
-            open.room[lane] = left + (more & closed);
-            let fresh_rest = choose(uncut, self.rest_after_whole[lane], self.rest_after_piece[lane]);
-            open.rest[lane] = choose(closed, fresh_rest, self.rest_behind_whole(rest));
-            open.slots[lane] -= closed;
-        }
-        open
-    }
-
-    /// The remainder behind one more whole row.
-    #[inline]
-    fn rest_behind_whole(&self, rest: i32) -> i32 {
-        let rest = rest - self.whole_rest;
-        rest + (self.block & below_zero(rest))
-    }
-
-    /// Pieces of a tile, were all of it to go to fresh slots. Needs nothing of the tiles before it.
-    #[inline]
-    fn split(&self, tile: Tile) -> Split {
-        let mut split = Split {
-            blocks: tile.blocks,
-            ..Split::default()
-        };
-        for lane in 0..LANES {
-            split.full[lane] = times(tile.blocks, self.per_block[lane]);
-            split.last[lane] = tile.cost_of_blocks - split.full[lane] * self.full[lane];
-        }
-        split
-    }
-
-    /// Places a tile that is always cut, and with a full piece.
-    #[inline(always)]
-    fn place_huge(&self, mut open: State, split: &Split) -> State {
-        for lane in 0..LANES {
-            let spare = open.room[lane] - self.piece - open.rest[lane];
-            let head = spare & !below_zero(spare);
-            let taken = below_zero(split.last[lane] - head - 1);
-            let last = split.last[lane] - head + (self.full[lane] & taken);
-            open.room[lane] = self.capacity[lane] - self.piece - last;
-            open.rest[lane] = self.rest_after_piece[lane];
-            open.slots[lane] += 1 + split.full[lane] + taken;
+            let (n, room, rest) = (n[lane], open.blocks[lane], open.rest[lane]);
+            let closed = mask(n > room);
+            let head = room + self.over_piece + mask(rest < self.carry_from);
+            let head = head.min(n - self.one[lane]);
+            let cut = mask(head > 0);
+            let behind = self.behind_piece[0][lane] - n + choose(cut, head, self.whole_dearer[lane]);
+            let behind_rest = self.behind_whole[1][lane] ^ (cut & self.other_rest[lane]);
+            let left = rest - self.whole.rest;
+            let borrowed = left >> 15;
+            open.blocks[lane] = choose(closed, behind, room - n - self.whole_blocks[lane] + borrowed);
+            open.rest[lane] = choose(closed, behind_rest, left + (self.block & borrowed));
+            open.slots[lane] = open.slots[lane].saturating_sub(closed);
         }
         open
     }
 
     /// Places a tile of any size.
     #[inline(always)]
-    fn place_long(&self, mut open: State, tile: Tile, split: &Split) -> State {
-        let all_but_one = tile.cost_of_blocks - self.block;
+    fn place(&self, mut open: State, n: i16) -> State {
+        let n = [n; LANES];
         for lane in 0..LANES {
-            let (room, rest) = (open.room[lane], open.rest[lane]);
-            let closed = below_zero(room - tile.cost);
-            let over = room - self.piece - rest - all_but_one;
-            let head = all_but_one + (over & below_zero(over));
-            let head = head & !below_zero(head);
-            let untouched = below_zero(head - 1);
-            let is_whole = untouched & !below_zero(self.capacity[lane] - tile.cost);
+            let (n, room, rest) = (n[lane], open.blocks[lane], open.rest[lane]);
+            let all_but_one = n - self.one[lane];
+            // Pieces that fill a slot, were all of it to go to fresh slots, and the blocks of the last one less one.
+            let full = times(all_but_one, self.per_block[lane]);
+            let last = all_but_one - full * self.most[lane];
+            let is_whole = mask(n <= self.fresh[0][lane]);
+            let is_single = mask(n <= self.most[lane]);
             // What the open slot takes is missing from the last piece, which then may be the one before.
-            let taken = below_zero(split.last[lane] - head - 1);
-            let last = split.last[lane] - head + (self.full[lane] & taken);
-            // A tile that nothing was taken of must not become a single piece: all of its blocks but one, then that one.
-            let single = untouched & below_zero(split.full[lane] - 1);
-            let last = last - (all_but_one & single);
-            let full = split.full[lane] + taken - single;
-            let fixed = choose(is_whole, self.whole + tile.cost_of_blocks, self.piece + last);
-            let fresh_rest = choose(is_whole, self.rest_after_whole[lane], self.rest_after_piece[lane]);
-            open.room[lane] = choose(closed, self.capacity[lane] - fixed, room - tile.cost);
-            open.rest[lane] = choose(closed, fresh_rest, self.rest_behind_whole(rest));
-            open.slots[lane] += (1 + (full & !is_whole)) & closed;
+            let head = room + self.over_piece + mask(rest < self.carry_from);
+            let head = head.min(all_but_one).max(0);
+            let cut = mask(head > 0);
+            let left = last - head;
+            let taken = left >> 15;
+            let left = left + (self.most[lane] & taken);
+            // What nothing was taken of is whole if it fits an empty slot. If it would fit as a single piece it has two: all of its blocks but
+            // one, then that one.
+            let is_other = (is_whole | is_single) & !cut;
+            let left = choose(is_other, is_whole & (n - self.whole_dearer_single[lane]), left);
+            let behind = self.behind_single[lane] - left;
+            let behind_rest = self.behind_piece[1][lane] ^ (is_whole & !cut & self.other_rest[lane]);
+            let more = self.one[lane] + full + taken + ((is_whole - is_single) & !cut);
+            let closed = mask(n > room);
+            let left = rest - self.whole.rest;
+            let borrowed = left >> 15;
+            open.blocks[lane] = choose(closed, behind, room - n - self.whole_blocks[lane] + borrowed);
+            open.rest[lane] = choose(closed, behind_rest, left + (self.block & borrowed));
+            open.slots[lane] = open.slots[lane].saturating_add(more & closed);
         }
+        open
+    }
+
+    /// Places a tile that is always cut, and with a piece that fills a slot.
+    ///
+    /// Here `blocks` is what the open slot has room for as a piece, which may be below 0.
+    #[inline(always)]
+    fn place_long(&self, mut open: State, n: i16) -> State {
+        let all_but_one: Lane = from_fn(|lane| n - self.one[lane]);
+        let full: Lane = from_fn(|lane| times(all_but_one[lane], self.per_block[lane]));
+        let head = open.blocks.map(|blocks| blocks.max(0));
+        let left: Lane = from_fn(|lane| all_but_one[lane] - full[lane] * self.most[lane] - head[lane]);
+        let taken = left.map(|left| left >> 15);
+        open.blocks = from_fn(|lane| self.head_behind_single[lane] - left[lane] - (self.most[lane] & taken[lane]));
+        open.slots = from_fn(|lane| open.slots[lane].saturating_add(self.one[lane] + full[lane] + taken[lane]));
         open
     }
 }
 
-/// Added to a whole number below 2^22, this leaves it in the lower bits of the float.
-const SHIFT: f32 = 12_582_912.0; // 1.5 * 2^23
-
-/// A number of blocks as a float.
-#[expect(clippy::cast_precision_loss, reason = "below 2^20, so it is exact")]
-#[inline]
-fn float(blocks: i32) -> f32 {
-    blocks as f32
-}
-
-/// How often `most` goes into `blocks - 1/2`, by the inverse of `most`.
+/// How often `most` goes into `blocks`, by `per_block`, which is 2^16 over `most`, rounded up.
 ///
-/// That quotient is at least `1 / (2 most)` away from a whole number. Rounding moves it by no more than `1.25 * 2^-22` of
-/// itself, which is less for up to 2^20 blocks; the sum below then rounds to the whole number under it.
+/// `blocks * per_block` is `blocks * 2^16 / most` and at most `blocks` more, so the quotient is right as long as `blocks * most` is below 2^16.
+#[expect(clippy::cast_possible_truncation, reason = "the upper half of 32 bits")]
 #[inline]
-fn times(blocks: i32, per_block: f32) -> i32 {
-    whole_bits((float(blocks) - 0.5) * per_block - 0.5)
-}
-
-/// The nearest whole number. A cast would first ask whether there is one, which keeps the loop from being vectorised.
-#[inline]
-fn whole_bits(n: f32) -> i32 {
-    (n + SHIFT).to_bits().cast_signed() - SHIFT.to_bits().cast_signed()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn quotients_by_floats_are_exact() {
-        for most in (1..600).chain([1023, 1024, 4097, 32_768, 65_535]) {
-            let per_block = 1.0 / float(most);
-            for near in (1..=(1 << 20) / most).step_by(97).chain([1, 2, (1 << 20) / most]) {
-                for blocks in [near * most - 1, near * most, near * most + 1] {
-                    if (1..1 << 20).contains(&blocks) {
-                        let full = times(blocks, per_block);
-                        assert_eq!(full, (blocks - 1) / most, "{blocks} / {most}");
-                    }
-                }
-            }
-        }
-    }
+fn times(blocks: i16, per_block: u16) -> i16 {
+    (((u32::from(blocks.cast_unsigned())) * u32::from(per_block)) >> 16) as u16 as i16
 }

@@ -11,6 +11,7 @@
 mod balanced;
 pub mod cost;
 mod demand;
+mod fill;
 mod invariant;
 mod lanes;
 mod prices;

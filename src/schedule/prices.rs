@@ -117,11 +117,27 @@ impl Prices {
         self.blocks.wide(cost)
     }
 
+    /// A cost of less than 2^62 either way, as blocks rounded down and the rest.
+    #[inline]
+    pub(super) fn parts(&self, cost: i64) -> Parts {
+        let block = self.block.cast_signed();
+        let up = |cost: i64| self.in_blocks(cost.cast_unsigned()).cast_signed();
+        let blocks = if cost < 0 { -up(block - 1 - cost) } else { up(cost) };
+        Parts { blocks, rest: cost - blocks * block }
+    }
+
     /// Blocks that a piece of cost `room` may have.
     #[inline]
     pub(super) fn most(&self, room: u64) -> u64 {
         self.in_blocks(room.saturating_sub(self.piece))
     }
+}
+
+/// A cost as `blocks * block + rest` with `0 <= rest < block`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Parts {
+    pub(super) blocks: i64,
+    pub(super) rest: i64,
 }
 
 /// The rows of a batch, before folding.
@@ -130,6 +146,8 @@ pub(super) struct Survey {
     pub(super) blocks: u64,
     /// Blocks of the longest row.
     pub(super) longest: u64,
+    /// Blocks of the shortest row that has any.
+    pub(super) shortest: u64,
     /// Whether a row has a single block.
     pub(super) has_single: bool,
 }
@@ -137,18 +155,22 @@ pub(super) struct Survey {
 #[inline]
 fn survey(kv_indptr: &[i32], blocks_of: impl Fn(u32) -> u32) -> Survey {
     let mut all = Survey::default();
+    // The least of those that have any is that of all less one, where none is then the most.
+    let mut shortest = u32::MAX;
     // The sums of a chunk fit 32 bits: all rows together have less than 2^31 tokens, and a row no more blocks.
     for (starts, ends) in kv_indptr.chunks(CHUNK).zip(kv_indptr[1..].chunks(CHUNK)) {
-        let (mut blocks, mut longest, mut has_single) = (0_u32, 0_i32, false);
+        let (mut blocks, mut longest, mut least) = (0_u32, 0_i32, i32::MAX);
         for (&start, &end) in starts.iter().zip(ends) {
             let row = blocks_of((end - start).cast_unsigned());
             blocks += row;
             longest = longest.max(row.cast_signed());
-            has_single |= row == 1;
+            least = least.min((row.wrapping_sub(1) & 0x7fff_ffff).cast_signed());
         }
         all.blocks += u64::from(blocks);
         all.longest = all.longest.max(longest.unsigned_abs().into());
-        all.has_single |= has_single;
+        shortest = shortest.min(least.unsigned_abs());
     }
+    all.shortest = u64::from(shortest) + 1;
+    all.has_single = shortest == 0;
     all
 }

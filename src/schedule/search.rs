@@ -15,9 +15,9 @@ pub(super) struct Search<'a> {
     pub(super) prices: &'a Prices,
     pub(super) low: u64,
     pub(super) step: u64,
-    /// Cost of all tiles, whole.
-    pub(super) total: u64,
-    /// Blocks of the longest row.
+    pub(super) blocks: u64,
+    /// Blocks of the shortest row that has any, and of the longest.
+    pub(super) shortest: u64,
     pub(super) longest: u64,
     /// Whether a row has a single block.
     pub(super) has_single: bool,
@@ -29,26 +29,14 @@ impl Search<'_> {
     /// Returns the least feasible candidate; `first` is the first of those that are tried first.
     pub(super) fn least_feasible(&self, first: u64) -> u64 {
         let last = CANDIDATES - 1;
-        let Prices {
-            block, piece, whole, ..
-        } = *self.prices;
-        let largest = self.low + last * self.step + whole + 2 * piece;
-        // Costs in 32 bits, slots and blocks too, and products of blocks exact in a float.
-        if largest >= 1 << 28
-            || self.total / block >= 1 << 30
-            || self.longest >= 1 << 20
-            || self.longest * block + whole >= 1 << 30
-            || largest / block >= 1 << 16
-        {
-            return self.bisect(last);
-        }
         // The last infeasible and the least feasible candidate that are known bound the answer: `from - 1` and `to`.
         let (mut from, mut to) = (self.from.min(last), last);
         let mut tried = run_of(first, 1, from, to);
         let mut apart = 1;
         while from < to {
             let (before, behind) = (from, to);
-            for (candidate, used) in tried.into_iter().zip(self.run(tried)) {
+            let Some(run) = self.run(tried) else { return self.bisect(from, to) };
+            for (candidate, used) in tried.into_iter().zip(run) {
                 if used > self.slots {
                     from = from.max(candidate + 1);
                 } else {
@@ -67,20 +55,14 @@ impl Search<'_> {
         to
     }
 
-    /// Walks all tiles with each of the candidates; returns the slots that they use.
-    fn run(&self, candidates: [u64; LANES]) -> [u64; LANES] {
-        let lanes = Lanes::new(candidates.map(|j| self.low + j * self.step), self.prices);
-        let (rows, fold) = (self.kv_indptr, self.fold);
-        match (fold, self.has_single) {
-            (1, false) => lanes.walk::<false, false>(rows, fold, self.prices),
-            (1, true) => lanes.walk::<false, true>(rows, fold, self.prices),
-            (_, false) => lanes.walk::<true, false>(rows, fold, self.prices),
-            (_, true) => lanes.walk::<true, true>(rows, fold, self.prices),
-        }
+    /// Walks all tiles with each of the candidates; returns the slots that they use, `None` where numbers are too large for it.
+    fn run(&self, candidates: [u64; LANES]) -> Option<[u64; LANES]> {
+        let lanes = Lanes::new(candidates.map(|j| self.low + j * self.step), [self.shortest, self.longest], [self.kv_indptr.len() as u64 - 1, self.blocks / self.fold as u64], self.slots, self.prices)?;
+        Some(lanes.walk(self.kv_indptr, self.fold, self.prices))
     }
 
-    fn bisect(&self, most: u64) -> u64 {
-        let (mut first, mut least) = (self.from, most);
+    fn bisect(&self, from: u64, to: u64) -> u64 {
+        let (mut first, mut least) = (from, to);
         while first < least {
             let middle = first.midpoint(least);
             if self.is_feasible(self.low + middle * self.step) {
@@ -93,7 +75,7 @@ impl Search<'_> {
     }
 
     /// Whether the fill under `capacity` needs no more slots than there are. For numbers of any size.
-    fn is_feasible(&self, capacity: u64) -> bool {
+    pub(super) fn is_feasible(&self, capacity: u64) -> bool {
         let Prices {
             block, piece, whole, ..
         } = *self.prices;
@@ -194,7 +176,8 @@ mod tests {
                 prices: &prices,
                 low,
                 step,
-                total,
+                blocks: live().sum::<u64>() * fold as u64,
+                shortest: live().min().unwrap_or(0),
                 longest: live().max().unwrap_or(0),
                 has_single: live().any(|n| n == 1),
                 from: if live().any(|n| n == 1) {
@@ -203,7 +186,7 @@ mod tests {
                     0
                 },
             };
-            let expected = search.bisect(CANDIDATES - 1);
+            let expected = search.bisect(search.from, CANDIDATES - 1);
             for first in [0, expected.saturating_sub(1), expected, 30, 63, 1000] {
                 assert_eq!(
                     search.least_feasible(first),

@@ -58,6 +58,13 @@ pub(super) fn place_all<P: Placer>(
     placer.finish()
 }
 
+/// Where works are written to.
+#[derive(Debug)]
+pub(super) struct Out<'a> {
+    pub(super) work_indptr: &'a mut [i32],
+    pub(super) work_info: &'a mut [[i32; WORK_WORDS]],
+}
+
 /// Writes works into the arrays.
 #[derive(Debug)]
 pub(super) struct Writer<'a> {
@@ -123,6 +130,6 @@ impl Sink for Writer<'_> {
     reason = "the number of works was checked to fit before the walk"
 )]
 #[inline]
-fn narrow(num_works: usize) -> i32 {
+pub(super) fn narrow(num_works: usize) -> i32 {
     num_works as i32
 }

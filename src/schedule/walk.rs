@@ -113,6 +113,6 @@ impl Placer for Walk<Writer<'_>> {
     reason = "less than the row's length, which is an i32"
 )]
 #[inline]
-fn tokens_of(blocks: i64) -> i32 {
+pub(super) fn tokens_of(blocks: i64) -> i32 {
     blocks as i32 * BLOCK_TOKENS
 }

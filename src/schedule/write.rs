@@ -1,10 +1,11 @@
 //! One schedule by any policy, into arrays that exist.
 
-use super::balanced::{self, Balanced};
+use super::balanced;
 use super::demand::Demand;
+use super::fill::write_fill;
 use super::invariant::Invariant;
 use super::prices::Prices;
-use super::sink::{Writer, place_all};
+use super::sink::{Out, Writer, place_all};
 use super::walk::Walk;
 use super::{Policy, ScheduleArrays, ScheduleCounts, ScheduleParams};
 use crate::PlanError;
@@ -37,10 +38,9 @@ pub(crate) fn write_schedule_near(
 ) -> Result<ScheduleCounts, PlanError> {
     let demand = Demand::of(kv_indptr, params)?;
     demand.check_outputs(params, out)?;
-    let writer = Writer::new(out.work_indptr, out.work_info);
     let reduce = &mut *out.reduce_indptr;
     let fold = params.fold;
-    let walk = |writer, reduce| {
+    let walk = |writer: Writer<'_>, reduce: &mut [i32]| {
         let empty_rows = params.empty_rows_of_policy();
         let (share, variant) = (demand.blocks_per_slot, params.variant);
         place_all(kv_indptr, fold, reduce, || {
@@ -48,18 +48,22 @@ pub(crate) fn write_schedule_near(
         })
     };
     let (num_works, num_partials) = match params.policy {
-        Policy::Aiter => walk(writer, reduce),
+        Policy::Aiter => walk(Writer::new(out.work_indptr, out.work_info), reduce),
         Policy::Balanced(table) => {
             let prices = Prices::of(&table);
             match balanced::capacity(kv_indptr, fold, &demand, &prices, hint) {
-                Some(capacity) => place_all(kv_indptr, fold, reduce, || {
-                    Balanced::new(writer, capacity, &prices)
-                }),
-                None => walk(writer, reduce),
+                Some(capacity) => {
+                    let out = Out {
+                        work_indptr: out.work_indptr,
+                        work_info: out.work_info.as_chunks_mut().0,
+                    };
+                    write_fill(kv_indptr, fold, reduce, out, capacity, &prices)
+                }
+                None => walk(Writer::new(out.work_indptr, out.work_info), reduce),
             }
         }
         Policy::Invariant { table, piece_tokens } => place_all(kv_indptr, fold, reduce, || {
-            Invariant::new(writer, kv_indptr, fold, params.num_cus, &table, piece_tokens)
+            Invariant::new(Writer::new(out.work_indptr, out.work_info), kv_indptr, fold, params.num_cus, &table, piece_tokens)
         }),
     };
     Ok(ScheduleCounts {
