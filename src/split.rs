@@ -82,26 +82,32 @@ pub fn split_budget(longest_row: i32, table: &CostTable, num_cus: usize) -> Resu
 
 /// The budget for a longest row of `blocks` blocks, the table and the number of units being valid.
 ///
-/// Among numbers of pieces with the same longest piece the smallest is the cheapest, so only those are looked at: about
-/// twice the square root of `blocks` of them.
+/// Among numbers of pieces with the same longest piece the smallest is the cheapest, so what is tried is the longest piece, from that of as
+/// many pieces as there may be upwards: until it alone costs more than the best so far, after about twice the square root of `blocks`.
 fn best_pieces(blocks: u64, table: &CostTable, num_cus: i32) -> i32 {
     let [block, piece, whole] = [table.block, table.piece, table.whole].map(u64::from);
     let [merge, cut] = [table.merge, table.cut].map(u64::from);
     let most = blocks.min(num_cus.unsigned_abs().into());
-    let mut best = (whole + blocks * block, 1);
-    let mut pieces = 2;
-    while pieces <= most {
-        let longest = div_ceil(blocks, pieces);
-        let fixed = piece + pieces * merge + cut;
-        let cost = fixed + longest * block;
-        if cost < best.0 {
-            best = (cost, pieces);
-        }
-        // More pieces cost more to merge, and the longest is a block at least.
-        if longest == 1 || fixed + block >= best.0 {
+    let uncut = whole + blocks * block;
+    let mut best = (uncut, 1);
+    let mut longest = if most < 2 { blocks } else { blocks.div_ceil(most) };
+    while longest < blocks {
+        let fixed = piece + longest * block + cut;
+        if fixed + 2 * merge > best.0 {
             break;
         }
-        pieces = div_ceil(blocks, longest - 1);
+        let pieces = div_ceil(blocks, longest);
+        let cost = fixed + pieces * merge;
+        // Of several that are as good the fewest pieces, which come last, but for one.
+        if cost < uncut && cost <= best.0 {
+            best = (cost, pieces);
+        }
+        // Behind the square root several longest pieces go with as many pieces, the shortest of which is the cheapest.
+        longest = if longest * longest < blocks {
+            longest + 1
+        } else {
+            div_ceil(blocks, pieces - 1)
+        };
     }
     i32::try_from(best.1).unwrap_or(num_cus)
 }

@@ -18,10 +18,11 @@ pub(super) const CANDIDATES: u64 = 64;
 ///
 /// `hint` is what was found for the batch before, if any, and becomes what is found for this one. It says where to look first:
 /// the result does not depend on it.
+#[inline(never)]
 pub(super) fn capacity(
     kv_indptr: &[i32],
     fold: usize,
-    demand: &Demand,
+    demand: Demand,
     prices: &Prices,
     hint: &mut Option<u64>,
 ) -> Option<u64> {
@@ -50,10 +51,7 @@ pub(super) fn capacity(
         prices,
         low,
         step,
-        blocks,
-        shortest: rows.shortest,
-        longest: rows.longest,
-        has_single: rows.has_single,
+        rows,
         from: candidate(mean.max(single)),
     };
     let is_beaten = |cost| {
@@ -69,8 +67,9 @@ pub(super) fn capacity(
     let found = if 6 * demand.live_tiles <= slots && search.is_feasible(least) {
         least
     } else {
-        let over = hint.unwrap_or_else(|| guess(demand, prices));
-        low + search.least_feasible((over / step).saturating_sub(LANES as u64 / 2)) * step
+        let over = hint.unwrap_or_else(|| guess(&demand, prices));
+        let first = (over / step).saturating_sub(LANES as u64 / 2);
+        low + search.least_feasible(first) * step
     };
     *hint = Some(found - low);
     (found == least || !is_beaten(found)).then_some(found)

@@ -2,7 +2,7 @@
 
 use super::WORK_WORDS;
 use super::prices::{Parts, Prices};
-use super::sink::{Out, narrow};
+use super::sink::{Writer, narrow};
 
 /// Half a work.
 type Half = [i32; WORK_WORDS / 2];
@@ -15,7 +15,6 @@ type Half = [i32; WORK_WORDS / 2];
 struct Rules {
     prices: Prices,
     block: i64,
-    tokens: i32,
     /// Room of an empty slot, and of one behind a piece of no blocks.
     fresh: Parts,
     behind_piece: Parts,
@@ -41,7 +40,6 @@ impl Rules {
         Self {
             prices: *prices,
             block: prices.block.cast_signed(),
-            tokens: prices.tokens(1),
             fresh: prices.parts(capacity - whole),
             behind_piece: prices.parts(capacity - piece - whole),
             whole: prices.parts(whole),
@@ -54,13 +52,13 @@ impl Rules {
         }
     }
 
-    #[inline(always)]
+    #[inline]
     fn blocks(&self, tokens: i32) -> i64 {
         self.prices.blocks(tokens).cast_signed()
     }
 
     /// Room behind one more whole row.
-    #[inline(always)]
+    #[inline]
     fn behind_whole(&self, room: Parts, blocks: i64) -> Parts {
         let rest = room.rest - self.whole.rest;
         let borrowed = rest >> 63;
@@ -71,7 +69,7 @@ impl Rules {
     }
 
     /// Blocks of a piece that the room is enough for, 0 or less for none.
-    #[inline(always)]
+    #[inline]
     fn head(&self, room: Parts) -> i64 {
         room.blocks + self.over_piece.blocks + i64::from(room.rest + self.over_piece.rest >= self.block)
     }
@@ -80,11 +78,8 @@ impl Rules {
 /// Where the fill is.
 #[derive(Debug)]
 struct Fill<'a> {
-    out: Out<'a>,
+    writer: Writer<'a>,
     room: Parts,
-    slot: usize,
-    num_works: usize,
-    partials: i32,
 }
 
 #[expect(
@@ -92,24 +87,6 @@ struct Fill<'a> {
     reason = "out of line, all that is carried from tile to tile would go through memory"
 )]
 impl Fill<'_> {
-    #[inline(always)]
-    fn push(&mut self, work: [i32; WORK_WORDS]) {
-        self.out.work_info[self.num_works] = work;
-        self.num_works += 1;
-    }
-
-    #[inline(always)]
-    fn open_slot(&mut self) {
-        self.slot += 1;
-        self.out.work_indptr[self.slot] = narrow(self.num_works);
-    }
-
-    #[inline(always)]
-    fn piece(&mut self, tile: i32, [from, to, end]: [i32; 3]) {
-        self.push([tile, self.partials, tile, tile + 1, from, to, end - to, 0]);
-        self.partials += 1;
-    }
-
     /// Places the rows from `row` on as long as they fit the open slot; returns their number.
     #[inline(always)]
     fn place_run(&mut self, rules: &Rules, kv_indptr: &[i32], row: usize, reduce_ends: &mut [i32]) -> usize {
@@ -120,7 +97,7 @@ impl Fill<'_> {
         for (((&start, &end), work), reduce_end) in kv_indptr[row..]
             .iter()
             .zip(&kv_indptr[row + 1..])
-            .zip(&mut self.out.work_info[self.num_works..])
+            .zip(&mut self.writer.work_info[self.writer.num_works..])
             .zip(reduce_ends)
         {
             let blocks = rules.blocks(end - start);
@@ -130,10 +107,10 @@ impl Fill<'_> {
             self.room = rules.behind_whole(self.room, blocks);
             put(work, &ids, &[start - origin, end - origin, 0, 0]);
             add(&mut ids, &rules.next_row);
-            *reduce_end = self.partials;
+            *reduce_end = self.writer.num_partials;
             placed += 1;
         }
-        self.num_works += placed;
+        self.writer.num_works += placed;
         placed
     }
 
@@ -142,9 +119,9 @@ impl Fill<'_> {
     fn place_unfit(&mut self, rules: &Rules, tile: i32, [start, end]: [i32; 2], blocks: i64) {
         let mut head = rules.head(self.room).min(blocks - 1);
         if head <= 0 {
-            self.open_slot();
+            self.writer.open_slot();
             if blocks <= rules.fresh.blocks {
-                self.push([tile, -1, tile, tile + 1, start, end, 0, 0]);
+                self.writer.whole(tile, start, end);
                 self.room = rules.behind_whole(rules.fresh, blocks);
                 return;
             }
@@ -152,26 +129,26 @@ impl Fill<'_> {
             head = rules.most.min(blocks - 1);
         }
         let mut from = start + rules.prices.tokens(head.cast_unsigned());
-        self.piece(tile, [start, from, end]);
+        self.writer.piece(tile, start, from, end);
         let mut left = blocks - head;
         if left > rules.most {
             let count;
             (count, left) = write_full_pieces(
-                &mut self.out.work_info[self.num_works..],
-                &mut self.out.work_indptr[self.slot + 1..],
-                narrow(self.num_works),
-                [tile, self.partials, from, end],
+                &mut self.writer.work_info[self.writer.num_works..],
+                &mut self.writer.work_indptr[self.writer.slot + 1..],
+                narrow(self.writer.num_works),
+                [tile, self.writer.num_partials, from, end],
                 rules,
                 left,
             );
             from += rules.most_tokens * narrow(count);
-            self.num_works += count;
-            self.partials += narrow(count);
-            self.slot += count;
+            self.writer.num_works += count;
+            self.writer.num_partials += narrow(count);
+            self.writer.slot += count;
         }
         // The last block may be short, so the end of the row is not `from` plus whole blocks.
-        self.open_slot();
-        self.piece(tile, [from, end, end]);
+        self.writer.open_slot();
+        self.writer.piece(tile, from, end, end);
         self.room = Parts {
             blocks: rules.behind_piece.blocks - left,
             rest: rules.behind_piece.rest,
@@ -180,20 +157,21 @@ impl Fill<'_> {
 }
 
 /// Places every tile and writes where the partials of each end; returns the numbers of works and partials.
+#[inline(never)]
 pub(super) fn write_fill(
     kv_indptr: &[i32],
     fold: usize,
     reduce_indptr: &mut [i32],
-    out: Out<'_>,
+    writer: Writer<'_>,
     capacity: u64,
     prices: &Prices,
 ) -> (usize, usize) {
     // A sum with numbers that the compiler knows would be taken apart, and stored one by one.
     let rules = std::hint::black_box(Rules::new(capacity, prices));
     if fold == 1 {
-        fill::<false>(&rules, kv_indptr, 1, reduce_indptr, out)
+        fill::<false>(&rules, kv_indptr, 1, reduce_indptr, writer)
     } else {
-        fill::<true>(&rules, kv_indptr, fold, reduce_indptr, out)
+        fill::<true>(&rules, kv_indptr, fold, reduce_indptr, writer)
     }
 }
 
@@ -203,16 +181,12 @@ fn fill<const FOLDED: bool>(
     kv_indptr: &[i32],
     fold: usize,
     reduce_indptr: &mut [i32],
-    out: Out<'_>,
+    writer: Writer<'_>,
 ) -> (usize, usize) {
     let mut fill = Fill {
-        out,
+        writer,
         room: rules.fresh,
-        slot: 0,
-        num_works: 0,
-        partials: 0,
     };
-    fill.out.work_indptr[0] = 0;
     reduce_indptr[0] = 0;
     let (origin, rows) = (kv_indptr[0], kv_indptr.len() - 1);
     let (reduce_ends, behind) = reduce_indptr[1..].split_at_mut(rows * fold);
@@ -224,23 +198,20 @@ fn fill<const FOLDED: bool>(
             row += fill.place_run(rules, kv_indptr, row, &mut reduce_ends[row..]);
             continue;
         }
-        for tile in row * fold..(row + 1) * fold {
-            if blocks == 0 {
-            } else if FOLDED && blocks <= fill.room.blocks {
-                let [start, end] = bounds;
-                let tile = narrow(tile);
-                fill.push([tile, -1, tile, tile + 1, start, end, 0, 0]);
+        let tiles = row * fold..(row + 1) * fold;
+        for (tile, reduce_end) in tiles.clone().zip(&mut reduce_ends[tiles]) {
+            if FOLDED && blocks > 0 && blocks <= fill.room.blocks {
+                fill.writer.whole(narrow(tile), bounds[0], bounds[1]);
                 fill.room = rules.behind_whole(fill.room, blocks);
-            } else {
+            } else if blocks > 0 {
                 fill.place_unfit(rules, narrow(tile), bounds, blocks);
             }
-            reduce_ends[tile] = fill.partials;
+            *reduce_end = fill.writer.num_partials;
         }
         row += 1;
     }
-    behind.fill(fill.partials);
-    fill.out.work_indptr[fill.slot + 1..].fill(narrow(fill.num_works));
-    (fill.num_works, usize::try_from(fill.partials).unwrap_or(0))
+    behind.fill(fill.writer.num_partials);
+    fill.writer.finish()
 }
 
 /// Writes the pieces of a tile that fill a slot each, from `from` on, while more than that is left; returns their number and what is left.
@@ -270,13 +241,13 @@ fn write_full_pieces(
     (count, left)
 }
 
-#[inline(always)]
+#[inline]
 fn put(work: &mut [i32; WORK_WORDS], ids: &Half, range: &Half) {
     work[..WORK_WORDS / 2].copy_from_slice(ids);
     work[WORK_WORDS / 2..].copy_from_slice(range);
 }
 
-#[inline(always)]
+#[inline]
 fn add(half: &mut Half, step: &Half) {
     for (word, step) in half.iter_mut().zip(step) {
         *word += step;

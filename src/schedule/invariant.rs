@@ -2,7 +2,7 @@
 
 use super::cost::CostTable;
 use super::prices::{Divisor, Prices};
-use super::sink::{Placer, Sink, Writer};
+use super::sink::{Placer, Writer};
 use super::to_i64;
 
 /// Cuts every row into pieces of the same number of tokens.

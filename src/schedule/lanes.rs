@@ -1,10 +1,11 @@
 //! Eight capacities that are filled at once, in 16 bits, which the compiler turns into vector instructions.
 //!
-//! Counted in blocks, so that there is no product or quotient that waits for the tile before: what a slot has room for is
-//! `whole + g * block + f` with `0 <= f < block`, and a row of `n` blocks is whole where `n <= g`. SSE2 has saturating sums, minimum and
-//! maximum, and the upper half of a product, for 16 bits and not for 32.
+//! Counted in blocks, as [`super::fill`] does it, so that no product or quotient waits for the tile before. SSE2 has minimum, maximum and
+//! saturating sums for 16 bits, and not for 32. What limits a walk is the number of instructions per tile, so there are several kinds of
+//! walks: most batches need not ask everything.
 
 use std::array::from_fn;
+use std::hint::black_box;
 
 use super::prices::{Parts, Prices};
 
@@ -14,7 +15,23 @@ pub(super) const LANES: usize = 8;
 /// A number per lane.
 type Lane = [i16; LANES];
 
-/// How the open slots stand: `g` and `f`, and the slots used.
+/// No number of blocks is as large, nor is that of the slots.
+const MOST_BLOCKS: i64 = 1 << 14;
+
+/// What is tried: capacities, and what is known of the rows.
+#[derive(Debug)]
+pub(super) struct Trial {
+    pub(super) capacities: [u64; LANES],
+    pub(super) slots: u64,
+    /// Rows, and their blocks.
+    pub(super) rows: u64,
+    pub(super) blocks: u64,
+    /// Blocks of the shortest row that has any, and of the longest.
+    pub(super) shortest: u64,
+    pub(super) longest: u64,
+}
+
+/// How the open slots stand: room for `whole + blocks * block + rest`, `rest` being below `block`, and the slots used.
 #[derive(Debug, Clone, Copy)]
 struct State {
     blocks: Lane,
@@ -22,52 +39,50 @@ struct State {
     slots: Lane,
 }
 
-/// What tiles there are, which says what a walk need not ask.
+/// What a walk need not ask. A tile *fits* if it does so in an empty slot, whole and as a piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// Every tile fits an empty slot, whole and as a piece.
+    /// Every tile fits.
     Short,
-    /// No tile fits an empty slot, neither whole nor all of it but a block as a piece.
+    /// No tile fits, nor does all of it but one block as a piece.
     Long,
-    /// At most a quarter of the tiles do not fit an empty slot, whole and as a piece.
+    /// A quarter of the tiles at most do not fit: they are asked for.
     Mixed,
     Any,
+    /// Any, of so many blocks that the quotient of one product may be too large by one.
+    Wide,
 }
 
 /// Capacities, and what follows from each.
 #[derive(Debug)]
 pub(super) struct Lanes {
     kind: Kind,
-    /// Blocks of a tile that fits an empty slot of every lane, whole and as a piece.
+    /// Blocks of a tile that fits under each capacity.
     fits: i16,
-    /// `whole` as blocks and a rest, and `whole - piece` as blocks.
-    whole: Small,
-    over_piece: i16,
-    /// A rest from which on `whole - piece` is one block more.
-    carry_from: i16,
     block: i16,
-    /// Room of an empty slot, of one behind a piece of no blocks, and of one behind a whole row of none.
-    fresh: [Lane; 2],
-    behind_piece: [Lane; 2],
-    behind_whole: [Lane; 2],
+    /// What a whole row costs beside its blocks: the rest.
+    whole_rest: i16,
+    /// `whole - piece` in blocks, and one more; without that one for a rest below `carry_from`.
+    over_piece: i16,
+    carry_from: i16,
+    /// 1, and the blocks of `whole`, once per lane.
     one: Lane,
     whole_blocks: Lane,
-    /// Room of a slot behind a piece of one block, as a whole row and as a piece.
+    /// How an empty slot stands.
+    fresh: [Lane; 2],
+    /// Blocks behind a piece of none and behind one of one block, and the rest.
+    behind_piece: Lane,
     behind_single: Lane,
+    rest_behind_piece: Lane,
+    /// Blocks that the room behind a piece of one block is enough for as a piece.
     head_behind_single: Lane,
-    whole_dearer: Lane,
-    whole_dearer_single: Lane,
+    /// What a whole row has behind it more than a piece of no blocks, and than one of one block, and where its rest differs.
+    more_behind_whole: Lane,
+    more_than_single: Lane,
     other_rest: Lane,
     /// Blocks of a piece that fills a slot, or of the longest row if that is less, and 2^16 over their number, rounded up.
     most: Lane,
     per_block: [u16; LANES],
-}
-
-/// A cost as blocks and a rest, in 16 bits.
-#[derive(Debug, Clone, Copy)]
-struct Small {
-    blocks: i16,
-    rest: i16,
 }
 
 /// A number that was found to be small.
@@ -89,98 +104,88 @@ fn choose(mask: i16, a: i16, b: i16) -> i16 {
     b ^ ((a ^ b) & mask)
 }
 
-const SHORT: u8 = 0;
-const LONG: u8 = 1;
-const MIXED: u8 = 2;
-const ANY: u8 = 3;
-
-/// Largest number of blocks in a lane.
-const MOST_BLOCKS: i64 = 1 << 14;
-
+#[expect(
+    clippy::inline_always,
+    reason = "a call per tile would take the open slots through memory"
+)]
 impl Lanes {
-    /// The walks that the capacities allow; `None` where some number is not small.
+    /// What the capacities give; `None` where some number is not small.
     #[inline(never)]
-    pub(super) fn new(capacities: [u64; LANES], [shortest, longest]: [u64; 2], [rows, blocks]: [u64; 2], slots: u64, prices: &Prices) -> Option<Self> {
+    pub(super) fn new(trial: &Trial, prices: &Prices) -> Option<Self> {
         let [block, piece, whole] = [prices.block, prices.piece, prices.whole].map(u64::cast_signed);
-        let [shortest, longest] = [shortest, longest].map(u64::cast_signed);
-        let largest = capacities.into_iter().max().unwrap_or(0).cast_signed();
+        let capacities = trial.capacities.map(u64::cast_signed);
+        let largest = capacities.into_iter().fold(2 * whole.max(piece), i64::max);
         if block > i16::MAX.into()
-            || largest.max(2 * whole).max(whole + piece) >= MOST_BLOCKS * block
-            || longest >= MOST_BLOCKS
-            || slots >= 1 << 14
+            || largest >= MOST_BLOCKS * block
+            || trial.longest.max(trial.slots) >= MOST_BLOCKS.unsigned_abs()
         {
             return None;
         }
-        let lanes = |less: i64| {
-            let mut parts = [[0; LANES]; 2];
-            for (lane, capacity) in capacities.into_iter().enumerate() {
-                let Parts { blocks, rest } = prices.parts(capacity.cast_signed() - less);
-                parts[0][lane] = narrow(blocks);
-                parts[1][lane] = narrow(rest);
-            }
-            parts
+        let behind = |cost: i64| {
+            let parts = capacities.map(|capacity| prices.parts(capacity - cost));
+            [
+                parts.map(|parts| narrow(parts.blocks)),
+                parts.map(|parts| narrow(parts.rest)),
+            ]
         };
-        let small = |cost| {
-            let Parts { blocks, rest } = prices.parts(cost);
-            Small { blocks: narrow(blocks), rest: narrow(rest) }
-        };
-        let fresh = lanes(whole);
-        let ([head, _], [head_behind, _]) = (lanes(piece), lanes(2 * piece));
-        let most = head.map(|most| most.min(narrow(longest)));
+        let fresh = behind(whole);
+        let [head, _] = behind(piece);
+        let [head_behind, _] = behind(2 * piece);
+        let [behind_piece, rest_behind_piece] = behind(piece + whole);
+        let [behind_whole, rest_behind_whole] = behind(2 * whole);
+        let most = head.map(|most| most.min(narrow(trial.longest.cast_signed())));
         let fits = fresh[0].into_iter().chain(head).min().unwrap_or(0);
-        let [least, largest] = [most.into_iter().min(), most.into_iter().max()].map(|most| most.unwrap_or(0));
-        let kind = if longest <= fits.into() {
-            Kind::Short
-        } else if shortest > (largest + 1).max(fresh[0].into_iter().max().unwrap_or(0)).into() {
-            Kind::Long
-        } else if blocks < rows / 4 * (fits.max(0).unsigned_abs() as u64 + 1) {
-            Kind::Mixed
-        } else {
-            Kind::Any
-        };
-        if kind != Kind::Short && (least < 2 || i64::from(largest) * (longest - 1) >= 1 << 16) {
-            return None;
-        }
-        let (behind_piece, behind_whole) = (lanes(piece + whole), lanes(2 * whole));
-        let over_piece = small(whole - piece);
+        let kind = Kind::of(trial, fits, &fresh[0], &most)?;
+        let Parts { blocks, rest } = prices.parts(whole);
+        let over_piece = prices.parts(whole - piece);
         Some(Self {
             kind,
             fits,
-            whole: small(whole),
-            over_piece: over_piece.blocks + 1,
-            carry_from: narrow(block) - over_piece.rest,
             block: narrow(block),
+            whole_rest: narrow(rest),
+            over_piece: narrow(over_piece.blocks + 1),
+            carry_from: narrow(block - over_piece.rest),
+            // Were they known to be the same in all lanes, each sum with a tile's blocks would be made before it is spread to the lanes,
+            // which takes three instructions.
+            one: black_box([1; LANES]),
+            whole_blocks: black_box([narrow(blocks); LANES]),
+            // A walk of long tiles asks for room as a piece only.
             fresh: if kind == Kind::Long { [head, head] } else { fresh },
             behind_piece,
-            behind_whole,
-            one: std::hint::black_box([1; LANES]), whole_blocks: std::hint::black_box([small(whole).blocks; LANES]),
-            behind_single: behind_piece[0].map(|blocks| blocks - 1),
+            behind_single: behind_piece.map(|blocks| blocks - 1),
+            rest_behind_piece,
             head_behind_single: head_behind.map(|blocks| blocks - 1),
-            whole_dearer: from_fn(|lane| behind_whole[0][lane] - behind_piece[0][lane]),
-            whole_dearer_single: from_fn(|lane| behind_whole[0][lane] - behind_piece[0][lane] + 1),
-            other_rest: from_fn(|lane| behind_whole[1][lane] ^ behind_piece[1][lane]),
+            more_behind_whole: from_fn(|lane| behind_whole[lane] - behind_piece[lane]),
+            more_than_single: from_fn(|lane| behind_whole[lane] - behind_piece[lane] + 1),
+            other_rest: from_fn(|lane| rest_behind_whole[lane] ^ rest_behind_piece[lane]),
             most,
-            per_block: most.map(|most| ((1_u32 << 16) / u32::from(most.max(2).unsigned_abs()) + 1) as u16),
+            per_block: most.map(per_block),
         })
     }
 
-    /// Places all tiles under each capacity; returns the slots that they take.
+    /// Places all tiles under each capacity; returns the slots that they take, `MOST_BLOCKS` or more where that is not known.
     pub(super) fn walk(&self, kv_indptr: &[i32], fold: usize, prices: &Prices) -> [u64; LANES] {
-        let slots = match (self.kind, fold) {
-            (Kind::Short, 1) => self.walk_of::<SHORT, false>(kv_indptr, 1, prices),
-            (Kind::Short, _) => self.walk_of::<SHORT, true>(kv_indptr, fold, prices),
-            (Kind::Long, 1) => self.walk_of::<LONG, false>(kv_indptr, 1, prices),
-            (Kind::Long, _) => self.walk_of::<LONG, true>(kv_indptr, fold, prices),
-            (Kind::Mixed, 1) => self.walk_of::<MIXED, false>(kv_indptr, fold, prices),
-            (Kind::Mixed, _) => self.walk_of::<MIXED, true>(kv_indptr, fold, prices),
-            (Kind::Any, 1) => self.walk_of::<ANY, false>(kv_indptr, 1, prices),
-            (Kind::Any, _) => self.walk_of::<ANY, true>(kv_indptr, fold, prices),
+        let slots = match self.kind {
+            Kind::Short => self.walk_as::<{ Kind::Short as u8 }>(kv_indptr, fold, prices),
+            Kind::Long => self.walk_as::<{ Kind::Long as u8 }>(kv_indptr, fold, prices),
+            Kind::Mixed => self.walk_as::<{ Kind::Mixed as u8 }>(kv_indptr, fold, prices),
+            Kind::Any => self.walk_as::<{ Kind::Any as u8 }>(kv_indptr, fold, prices),
+            Kind::Wide => self.walk_as::<{ Kind::Wide as u8 }>(kv_indptr, fold, prices),
         };
         slots.map(|slots| u64::from(slots.unsigned_abs()))
     }
 
+    #[inline]
+    fn walk_as<const KIND: u8>(&self, kv_indptr: &[i32], fold: usize, prices: &Prices) -> Lane {
+        if fold == 1 {
+            self.walk_rows::<KIND, false>(kv_indptr, 1, prices)
+        } else {
+            self.walk_rows::<KIND, true>(kv_indptr, fold, prices)
+        }
+    }
+
     #[inline(never)]
-    fn walk_of<const KIND: u8, const FOLDED: bool>(
+    fn walk_rows<const KIND: u8, const FOLDED: bool>(
         &self,
         kv_indptr: &[i32],
         fold: usize,
@@ -199,10 +204,13 @@ impl Lanes {
             }
             for _ in 0..fold {
                 open = match KIND {
-                    SHORT => self.place_short(open, blocks),
-                    MIXED if blocks <= self.fits => self.place_short(open, blocks),
-                    LONG => self.place_long(open, blocks),
-                    _ => self.place(open, blocks),
+                    kind if kind == Kind::Short as u8 => self.place_short(open, blocks),
+                    kind if kind == Kind::Long as u8 => self.place_long(open, blocks),
+                    kind if kind == Kind::Mixed as u8 && blocks <= self.fits => {
+                        self.place_short(open, blocks)
+                    }
+                    kind if kind == Kind::Wide as u8 => self.place::<true>(open, blocks),
+                    _ => self.place::<false>(open, blocks),
                 };
             }
         }
@@ -211,82 +219,157 @@ impl Lanes {
 
     /// Places a tile that fits an empty slot, whole and as a piece.
     #[inline(always)]
-    fn place_short(&self, mut open: State, n: i16) -> State {
-        let n = [n; LANES];
-        for lane in 0..LANES {
-            let (n, room, rest) = (n[lane], open.blocks[lane], open.rest[lane]);
+    fn place_short(&self, mut open: State, blocks: i16) -> State {
+        for (lane, n) in [blocks; LANES].into_iter().enumerate() {
+            let (room, rest) = (open.blocks[lane], open.rest[lane]);
             let closed = mask(n > room);
-            let head = room + self.over_piece + mask(rest < self.carry_from);
-            let head = head.min(n - self.one[lane]);
-            let cut = mask(head > 0);
-            let behind = self.behind_piece[0][lane] - n + choose(cut, head, self.whole_dearer[lane]);
-            let behind_rest = self.behind_whole[1][lane] ^ (cut & self.other_rest[lane]);
-            let left = rest - self.whole.rest;
-            let borrowed = left >> 15;
-            open.blocks[lane] = choose(closed, behind, room - n - self.whole_blocks[lane] + borrowed);
-            open.rest[lane] = choose(closed, behind_rest, left + (self.block & borrowed));
+            let head = self.head(room, rest).min(n - self.one[lane]);
+            let is_cut = mask(head > 0);
+            let more = choose(is_cut, head, self.more_behind_whole[lane]);
+            let behind = self.behind_piece[lane] - n + more;
+            let behind_rest =
+                self.rest_behind_piece[lane] ^ self.other_rest[lane] ^ (is_cut & self.other_rest[lane]);
+            let (left, left_rest) = self.behind_whole(lane, n, room, rest);
+            open.blocks[lane] = choose(closed, behind, left);
+            open.rest[lane] = choose(closed, behind_rest, left_rest);
             open.slots[lane] = open.slots[lane].saturating_sub(closed);
         }
         open
     }
 
-    /// Places a tile of any size.
+    /// Places a tile of any size, if it is not one of a single block that fits no empty slot.
     #[inline(always)]
-    fn place(&self, mut open: State, n: i16) -> State {
-        let n = [n; LANES];
-        for lane in 0..LANES {
-            let (n, room, rest) = (n[lane], open.blocks[lane], open.rest[lane]);
+    fn place<const WIDE: bool>(&self, mut open: State, blocks: i16) -> State {
+        for (lane, n) in [blocks; LANES].into_iter().enumerate() {
+            let (room, rest) = (open.blocks[lane], open.rest[lane]);
             let all_but_one = n - self.one[lane];
             // Pieces that fill a slot, were all of it to go to fresh slots, and the blocks of the last one less one.
             let full = times(all_but_one, self.per_block[lane]);
             let last = all_but_one - full * self.most[lane];
-            let is_whole = mask(n <= self.fresh[0][lane]);
-            let is_single = mask(n <= self.most[lane]);
+            let over = if WIDE { last >> 15 } else { 0 };
+            let (full, last) = (full + over, last + (self.most[lane] & over));
             // What the open slot takes is missing from the last piece, which then may be the one before.
-            let head = room + self.over_piece + mask(rest < self.carry_from);
-            let head = head.min(all_but_one).max(0);
-            let cut = mask(head > 0);
+            let head = self.head(room, rest).min(all_but_one).max(0);
+            let is_cut = mask(head > 0);
             let left = last - head;
             let taken = left >> 15;
             let left = left + (self.most[lane] & taken);
-            // What nothing was taken of is whole if it fits an empty slot. If it would fit as a single piece it has two: all of its blocks but
-            // one, then that one.
-            let is_other = (is_whole | is_single) & !cut;
-            let left = choose(is_other, is_whole & (n - self.whole_dearer_single[lane]), left);
+            // What nothing is taken of is whole if it fits. If all of it would fit as a piece it has two: all of its blocks but one, then
+            // that one.
+            let is_whole = mask(n <= self.fresh[0][lane]);
+            let is_single = mask(n <= self.most[lane]);
+            let left = choose(
+                (is_whole | is_single) & !is_cut,
+                is_whole & (n - self.more_than_single[lane]),
+                left,
+            );
+            let slots = self.one[lane] + full + taken + ((is_whole - is_single) & !is_cut);
             let behind = self.behind_single[lane] - left;
-            let behind_rest = self.behind_piece[1][lane] ^ (is_whole & !cut & self.other_rest[lane]);
-            let more = self.one[lane] + full + taken + ((is_whole - is_single) & !cut);
+            let behind_rest = self.rest_behind_piece[lane] ^ (is_whole & !is_cut & self.other_rest[lane]);
             let closed = mask(n > room);
-            let left = rest - self.whole.rest;
-            let borrowed = left >> 15;
-            open.blocks[lane] = choose(closed, behind, room - n - self.whole_blocks[lane] + borrowed);
-            open.rest[lane] = choose(closed, behind_rest, left + (self.block & borrowed));
-            open.slots[lane] = open.slots[lane].saturating_add(more & closed);
+            let (left, left_rest) = self.behind_whole(lane, n, room, rest);
+            open.blocks[lane] = choose(closed, behind, left);
+            open.rest[lane] = choose(closed, behind_rest, left_rest);
+            open.slots[lane] = open.slots[lane].saturating_add(slots & closed);
         }
         open
     }
 
-    /// Places a tile that is always cut, and with a piece that fills a slot.
-    ///
-    /// Here `blocks` is what the open slot has room for as a piece, which may be below 0.
+    /// Places a tile that is always cut, with a piece that fills a slot. Here `blocks` is what there is room for as a piece.
     #[inline(always)]
-    fn place_long(&self, mut open: State, n: i16) -> State {
-        let all_but_one: Lane = from_fn(|lane| n - self.one[lane]);
+    fn place_long(&self, mut open: State, blocks: i16) -> State {
+        let all_but_one: Lane = from_fn(|lane| blocks - self.one[lane]);
         let full: Lane = from_fn(|lane| times(all_but_one[lane], self.per_block[lane]));
         let head = open.blocks.map(|blocks| blocks.max(0));
         let left: Lane = from_fn(|lane| all_but_one[lane] - full[lane] * self.most[lane] - head[lane]);
         let taken = left.map(|left| left >> 15);
-        open.blocks = from_fn(|lane| self.head_behind_single[lane] - left[lane] - (self.most[lane] & taken[lane]));
-        open.slots = from_fn(|lane| open.slots[lane].saturating_add(self.one[lane] + full[lane] + taken[lane]));
+        let left: Lane = from_fn(|lane| left[lane] + (self.most[lane] & taken[lane]));
+        open.blocks = from_fn(|lane| self.head_behind_single[lane] - left[lane]);
+        open.slots =
+            from_fn(|lane| open.slots[lane].saturating_add(self.one[lane] + full[lane] + taken[lane]));
         open
+    }
+
+    /// Blocks that the room is enough for as a piece.
+    #[inline(always)]
+    fn head(&self, room: i16, rest: i16) -> i16 {
+        room + self.over_piece + mask(rest < self.carry_from)
+    }
+
+    /// Room behind one more whole row, and its rest.
+    #[inline(always)]
+    fn behind_whole(&self, lane: usize, n: i16, room: i16, rest: i16) -> (i16, i16) {
+        let rest = rest - self.whole_rest;
+        let borrowed = rest >> 15;
+        (
+            room - n - self.whole_blocks[lane] + borrowed,
+            rest + (self.block & borrowed),
+        )
     }
 }
 
-/// How often `most` goes into `blocks`, by `per_block`, which is 2^16 over `most`, rounded up.
+impl Kind {
+    /// The walk that asks the least; `None` where a slot has no room for a piece of two blocks but tiles that do not fit.
+    fn of(trial: &Trial, fits: i16, fresh: &Lane, most: &Lane) -> Option<Self> {
+        let at_least = |blocks: i16| u64::try_from(blocks).unwrap_or(0);
+        let largest = |lane: &Lane| {
+            lane.iter()
+                .fold(0, |largest, &blocks| largest.max(at_least(blocks)))
+        };
+        let fits = at_least(fits);
+        if trial.longest <= fits {
+            return Some(Self::Short);
+        }
+        if most.iter().any(|&most| most < 2) {
+            return None;
+        }
+        Some(if (trial.longest - 1) * largest(most) >= 1 << 16 {
+            Self::Wide
+        } else if trial.shortest > largest(fresh).max(largest(most) + 1) {
+            Self::Long
+        } else if trial.blocks < trial.rows / 4 * (fits + 1) {
+            Self::Mixed
+        } else {
+            Self::Any
+        })
+    }
+}
+
+/// 2^16 over `most`, rounded up.
+#[expect(clippy::cast_possible_truncation, reason = "at most 2^15 + 1")]
+#[inline]
+fn per_block(most: i16) -> u16 {
+    ((1_u32 << 16) / u32::from(most.unsigned_abs().max(2)) + 1) as u16
+}
+
+/// How often `most` goes into `blocks`, by the inverse of `most`.
 ///
-/// `blocks * per_block` is `blocks * 2^16 / most` and at most `blocks` more, so the quotient is right as long as `blocks * most` is below 2^16.
-#[expect(clippy::cast_possible_truncation, reason = "the upper half of 32 bits")]
+/// The inverse is too large by `most / 2^16` of itself or less, and the quotient by `blocks / 2^16`. That is less than what it lacks to the next
+/// whole number, `1 / most` at least, where `blocks * most` is below 2^16. Where it is not, for blocks below 2^14, the result may be one too large.
+#[expect(
+    clippy::cast_possible_wrap,
+    reason = "the upper half of 32 bits, and hardly more than the blocks"
+)]
 #[inline]
 fn times(blocks: i16, per_block: u16) -> i16 {
-    (((u32::from(blocks.cast_unsigned())) * u32::from(per_block)) >> 16) as u16 as i16
+    ((u32::from(blocks.cast_unsigned()) * u32::from(per_block)) >> 16) as u16 as i16
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quotients_are_exact_or_one_too_large() {
+        for most in (2..300).chain([511, 512, 1000, 4096, 16_383]) {
+            for blocks in (0..300)
+                .chain((300..1 << 14).step_by(7))
+                .chain([most - 1, most, most + 1])
+            {
+                let over = times(blocks, per_block(most)) - blocks / most;
+                let is_wide = i32::from(blocks) * i32::from(most) >= 1 << 16;
+                assert!(over == 0 || (is_wide && over == 1), "{blocks} / {most}: {over}");
+            }
+        }
+    }
 }

@@ -123,7 +123,10 @@ impl Prices {
         let block = self.block.cast_signed();
         let up = |cost: i64| self.in_blocks(cost.cast_unsigned()).cast_signed();
         let blocks = if cost < 0 { -up(block - 1 - cost) } else { up(cost) };
-        Parts { blocks, rest: cost - blocks * block }
+        Parts {
+            blocks,
+            rest: cost - blocks * block,
+        }
     }
 
     /// Blocks that a piece of cost `room` may have.

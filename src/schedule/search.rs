@@ -3,8 +3,8 @@
 //! A trial of one candidate is a walk over all tiles that writes nothing; four are tried at once where all numbers are small.
 
 use super::balanced::CANDIDATES;
-use super::lanes::{LANES, Lanes};
-use super::prices::Prices;
+use super::lanes::{LANES, Lanes, Trial};
+use super::prices::{Prices, Survey};
 
 /// What is searched: candidates `low + j * step` for `j` in `0 .. 64`, the last of which is feasible.
 #[derive(Debug)]
@@ -15,12 +15,7 @@ pub(super) struct Search<'a> {
     pub(super) prices: &'a Prices,
     pub(super) low: u64,
     pub(super) step: u64,
-    pub(super) blocks: u64,
-    /// Blocks of the shortest row that has any, and of the longest.
-    pub(super) shortest: u64,
-    pub(super) longest: u64,
-    /// Whether a row has a single block.
-    pub(super) has_single: bool,
+    pub(super) rows: Survey,
     /// A candidate that no feasible one is below. Under it a tile of one block fits an empty slot.
     pub(super) from: u64,
 }
@@ -35,7 +30,9 @@ impl Search<'_> {
         let mut apart = 1;
         while from < to {
             let (before, behind) = (from, to);
-            let Some(run) = self.run(tried) else { return self.bisect(from, to) };
+            let Some(run) = self.run(tried) else {
+                return self.gallop(first + LANES as u64 / 2, [from, to]);
+            };
             for (candidate, used) in tried.into_iter().zip(run) {
                 if used > self.slots {
                     from = from.max(candidate + 1);
@@ -55,23 +52,42 @@ impl Search<'_> {
         to
     }
 
-    /// Walks all tiles with each of the candidates; returns the slots that they use, `None` where numbers are too large for it.
+    /// Walks all tiles with each of the candidates; returns the slots that they use, `None` where a number is too large for that.
     fn run(&self, candidates: [u64; LANES]) -> Option<[u64; LANES]> {
-        let lanes = Lanes::new(candidates.map(|j| self.low + j * self.step), [self.shortest, self.longest], [self.kv_indptr.len() as u64 - 1, self.blocks / self.fold as u64], self.slots, self.prices)?;
+        let trial = Trial {
+            capacities: candidates.map(|candidate| self.low + candidate * self.step),
+            slots: self.slots,
+            rows: self.kv_indptr.len() as u64 - 1,
+            blocks: self.rows.blocks,
+            shortest: self.rows.shortest,
+            longest: self.rows.longest,
+        };
+        let lanes = Lanes::new(&trial, self.prices)?;
         Some(lanes.walk(self.kv_indptr, self.fold, self.prices))
     }
 
-    fn bisect(&self, from: u64, to: u64) -> u64 {
-        let (mut first, mut least) = (from, to);
-        while first < least {
-            let middle = first.midpoint(least);
-            if self.is_feasible(self.low + middle * self.step) {
-                least = middle;
+    /// Finds what lies in `from ..= to` by single trials, the first of them at `near`.
+    fn gallop(&self, near: u64, [mut from, mut to]: [u64; 2]) -> u64 {
+        let mut tried = near;
+        let mut apart = 1;
+        while from < to {
+            // In long steps for as long as they tell more than halves do.
+            let halve = 2 * apart > to - from;
+            tried = if halve {
+                from.midpoint(to)
             } else {
-                first = middle + 1;
+                tried.clamp(from, to - 1)
+            };
+            if self.is_feasible(self.low + tried * self.step) {
+                to = tried;
+                tried = to.saturating_sub(apart);
+            } else {
+                from = tried + 1;
+                tried += apart;
             }
+            apart *= 2;
         }
-        least
+        to
     }
 
     /// Whether the fill under `capacity` needs no more slots than there are. For numbers of any size.
@@ -176,17 +192,14 @@ mod tests {
                 prices: &prices,
                 low,
                 step,
-                blocks: live().sum::<u64>() * fold as u64,
-                shortest: live().min().unwrap_or(0),
-                longest: live().max().unwrap_or(0),
-                has_single: live().any(|n| n == 1),
+                rows: prices.survey(&kv_indptr),
                 from: if live().any(|n| n == 1) {
                     (prices.whole + prices.block).saturating_sub(low).div_ceil(step)
                 } else {
                     0
                 },
             };
-            let expected = search.bisect(search.from, CANDIDATES - 1);
+            let expected = search.gallop(32, [search.from.min(CANDIDATES - 1), CANDIDATES - 1]);
             for first in [0, expected.saturating_sub(1), expected, 30, 63, 1000] {
                 assert_eq!(
                     search.least_feasible(first),

@@ -1,16 +1,6 @@
-//! Where the works of a policy go: into the arrays, or nowhere but a sum.
+//! Where the works of a policy go.
 
 use super::WORK_WORDS;
-
-/// Takes works in the order of slots.
-pub(super) trait Sink {
-    /// A whole row.
-    fn whole(&mut self, tile: i32, start: i32, end: i32);
-    /// Positions `from .. to` of a row that is cut and that ends at `end`.
-    fn piece(&mut self, tile: i32, from: i32, to: i32, end: i32);
-    /// The works that follow are the next slot's.
-    fn open_slot(&mut self);
-}
 
 /// A policy, placing the tiles one after the other.
 pub(super) trait Placer {
@@ -58,21 +48,15 @@ pub(super) fn place_all<P: Placer>(
     placer.finish()
 }
 
-/// Where works are written to.
-#[derive(Debug)]
-pub(super) struct Out<'a> {
-    pub(super) work_indptr: &'a mut [i32],
-    pub(super) work_info: &'a mut [[i32; WORK_WORDS]],
-}
-
 /// Writes works into the arrays.
 #[derive(Debug)]
 pub(super) struct Writer<'a> {
-    work_indptr: &'a mut [i32],
-    work_info: &'a mut [[i32; WORK_WORDS]],
-    slot: usize,
-    num_works: usize,
-    num_partials: i32,
+    pub(super) work_indptr: &'a mut [i32],
+    pub(super) work_info: &'a mut [[i32; WORK_WORDS]],
+    /// The open slot.
+    pub(super) slot: usize,
+    pub(super) num_works: usize,
+    pub(super) num_partials: i32,
 }
 
 impl<'a> Writer<'a> {
@@ -98,29 +82,30 @@ impl<'a> Writer<'a> {
         self.num_partials
     }
 
-    /// Ends the last slot and leaves the ones behind it empty; returns the numbers of works and partials.
-    pub(super) fn finish(self) -> (usize, usize) {
-        self.work_indptr[self.slot + 1..].fill(narrow(self.num_works));
-        (self.num_works, usize::try_from(self.num_partials).unwrap_or(0))
-    }
-}
-
-impl Sink for Writer<'_> {
+    /// A whole row.
     #[inline]
-    fn whole(&mut self, tile: i32, start: i32, end: i32) {
+    pub(super) fn whole(&mut self, tile: i32, start: i32, end: i32) {
         self.push([tile, -1, tile, tile + 1, start, end, 0, 0]);
     }
 
+    /// Positions `from .. to` of a row that is cut and that ends at `end`.
     #[inline]
-    fn piece(&mut self, tile: i32, from: i32, to: i32, end: i32) {
+    pub(super) fn piece(&mut self, tile: i32, from: i32, to: i32, end: i32) {
         self.push([tile, self.num_partials, tile, tile + 1, from, to, end - to, 0]);
         self.num_partials += 1;
     }
 
+    /// The works that follow are the next slot's.
     #[inline]
-    fn open_slot(&mut self) {
+    pub(super) fn open_slot(&mut self) {
         self.slot += 1;
         self.work_indptr[self.slot] = narrow(self.num_works);
+    }
+
+    /// Ends the last slot and leaves the ones behind it empty; returns the numbers of works and partials.
+    pub(super) fn finish(self) -> (usize, usize) {
+        self.work_indptr[self.slot + 1..].fill(narrow(self.num_works));
+        (self.num_works, usize::try_from(self.num_partials).unwrap_or(0))
     }
 }
 

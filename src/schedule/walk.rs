@@ -1,7 +1,7 @@
 //! aiter's walk: one pass over the rows, filling slots to an even number of blocks.
 
 use super::demand::blocks_of;
-use super::sink::{Placer, Sink, Writer};
+use super::sink::{Placer, Writer};
 use super::{BLOCK_TOKENS, EmptyRows, OVERHEAD_BLOCKS, Variant};
 
 /// Where the walk is.
@@ -15,18 +15,23 @@ use super::{BLOCK_TOKENS, EmptyRows, OVERHEAD_BLOCKS, Variant};
 /// that opens slots. A newly opened slot therefore has more than `s * c` behind it, and all rows together cost no more
 /// than `num_slots * c`. Each slot opened adds at most one work, so there are at most `tiles + num_slots - 1` of them.
 #[derive(Debug)]
-pub(super) struct Walk<S> {
-    pub(super) sink: S,
+pub(super) struct Walk<'a> {
+    writer: Writer<'a>,
     blocks_per_slot: i64,
     room: i64,
     /// What an empty row gets; `None` for nothing.
     empty: Option<Variant>,
 }
 
-impl<S: Sink> Walk<S> {
-    pub(super) fn new(sink: S, blocks_per_slot: i64, variant: Variant, empty_rows: EmptyRows) -> Self {
+impl<'a> Walk<'a> {
+    pub(super) fn new(
+        writer: Writer<'a>,
+        blocks_per_slot: i64,
+        variant: Variant,
+        empty_rows: EmptyRows,
+    ) -> Self {
         Self {
-            sink,
+            writer,
             blocks_per_slot,
             room: blocks_per_slot,
             empty: (empty_rows == EmptyRows::Aiter).then_some(variant),
@@ -35,14 +40,14 @@ impl<S: Sink> Walk<S> {
 
     /// Places a row that is not empty.
     #[inline]
-    pub(super) fn place_live(&mut self, tile: i32, start: i32, end: i32) {
+    fn place_live(&mut self, tile: i32, start: i32, end: i32) {
         let blocks = i64::from(blocks_of(end - start));
         if blocks <= self.room {
-            self.sink.whole(tile, start, end);
+            self.writer.whole(tile, start, end);
             self.room -= blocks + OVERHEAD_BLOCKS;
         } else if self.room <= 0 && blocks <= self.blocks_per_slot {
             self.open_slot();
-            self.sink.whole(tile, start, end);
+            self.writer.whole(tile, start, end);
             self.room -= blocks + OVERHEAD_BLOCKS;
         } else {
             self.cut(tile, start, end, blocks);
@@ -62,7 +67,7 @@ impl<S: Sink> Walk<S> {
             left -= taken;
             // The last block may be short, so the end of the row is not `from` plus whole blocks.
             let to = if left == 0 { end } else { from + tokens_of(taken) };
-            self.sink.piece(tile, from, to, end);
+            self.writer.piece(tile, from, to, end);
             self.room -= taken + OVERHEAD_BLOCKS;
             if left == 0 {
                 return;
@@ -73,12 +78,12 @@ impl<S: Sink> Walk<S> {
 
     #[inline]
     fn open_slot(&mut self) {
-        self.sink.open_slot();
+        self.writer.open_slot();
         self.room = self.blocks_per_slot;
     }
 }
 
-impl Placer for Walk<Writer<'_>> {
+impl Placer for Walk<'_> {
     #[inline]
     fn place(&mut self, tile: i32, start: i32, end: i32) {
         self.place_live(tile, start, end);
@@ -93,17 +98,17 @@ impl Placer for Walk<Writer<'_>> {
             }
             self.open_slot();
         }
-        self.sink.whole(tile, position, position);
+        self.writer.whole(tile, position, position);
         self.room -= OVERHEAD_BLOCKS;
     }
 
     #[inline]
     fn num_partials(&self) -> i32 {
-        self.sink.num_partials()
+        self.writer.num_partials()
     }
 
     fn finish(self) -> (usize, usize) {
-        self.sink.finish()
+        self.writer.finish()
     }
 }
 

@@ -5,7 +5,7 @@ use super::demand::Demand;
 use super::fill::write_fill;
 use super::invariant::Invariant;
 use super::prices::Prices;
-use super::sink::{Out, Writer, place_all};
+use super::sink::{Writer, place_all};
 use super::walk::Walk;
 use super::{Policy, ScheduleArrays, ScheduleCounts, ScheduleParams};
 use crate::PlanError;
@@ -38,9 +38,10 @@ pub(crate) fn write_schedule_near(
 ) -> Result<ScheduleCounts, PlanError> {
     let demand = Demand::of(kv_indptr, params)?;
     demand.check_outputs(params, out)?;
+    let writer = Writer::new(out.work_indptr, out.work_info);
     let reduce = &mut *out.reduce_indptr;
     let fold = params.fold;
-    let walk = |writer: Writer<'_>, reduce: &mut [i32]| {
+    let walk = |writer, reduce| {
         let empty_rows = params.empty_rows_of_policy();
         let (share, variant) = (demand.blocks_per_slot, params.variant);
         place_all(kv_indptr, fold, reduce, || {
@@ -48,22 +49,16 @@ pub(crate) fn write_schedule_near(
         })
     };
     let (num_works, num_partials) = match params.policy {
-        Policy::Aiter => walk(Writer::new(out.work_indptr, out.work_info), reduce),
+        Policy::Aiter => walk(writer, reduce),
         Policy::Balanced(table) => {
             let prices = Prices::of(&table);
-            match balanced::capacity(kv_indptr, fold, &demand, &prices, hint) {
-                Some(capacity) => {
-                    let out = Out {
-                        work_indptr: out.work_indptr,
-                        work_info: out.work_info.as_chunks_mut().0,
-                    };
-                    write_fill(kv_indptr, fold, reduce, out, capacity, &prices)
-                }
-                None => walk(Writer::new(out.work_indptr, out.work_info), reduce),
+            match balanced::capacity(kv_indptr, fold, demand, &prices, hint) {
+                Some(capacity) => write_fill(kv_indptr, fold, reduce, writer, capacity, &prices),
+                None => walk(writer, reduce),
             }
         }
         Policy::Invariant { table, piece_tokens } => place_all(kv_indptr, fold, reduce, || {
-            Invariant::new(Writer::new(out.work_indptr, out.work_info), kv_indptr, fold, params.num_cus, &table, piece_tokens)
+            Invariant::new(writer, kv_indptr, fold, params.num_cus, &table, piece_tokens)
         }),
     };
     Ok(ScheduleCounts {
