@@ -23,6 +23,7 @@ const ROWS: [usize; 6] = [1, 8, 64, 256, 1024, 8192];
 const TOPK: i32 = 2048;
 const NUM_CUS: usize = 304; // MI300X
 const BALANCED: Policy = Policy::Balanced(CostTable::BF16_HEADS_16);
+const DECODES: i32 = 32; // two blocks of 16 tokens
 const BUDGET: i32 = 16; // of the work-per-split rule for full rows
 
 /// KV length of a one-token request, by row.
@@ -290,27 +291,27 @@ fn step(planner: &mut StepPlanner, staging: &mut [i32], query_start_loc: &[i32],
     decision.action
 }
 
-/// Two batches in turn, `before` and `after` apart in length; every step must take `action`.
+/// Batches in turn; every step must take `action`.
 fn bench_steps(
     group: &mut BenchmarkGroup<'_, WallTime>,
     id: BenchmarkId,
     policy: Policy,
-    batches: [&[i32]; 2],
+    batches: &[Vec<i32>],
     action: Action,
 ) {
     let rows = batches[0].len();
     let query_start_loc = boundaries(rows);
     let (mut planner, mut staging) = planner(rows, policy);
-    step(&mut planner, &mut staging, &query_start_loc, batches[0]);
+    step(&mut planner, &mut staging, &query_start_loc, &batches[0]);
     let mut turn = 0;
     group.bench_function(id, |b| {
         b.iter(|| {
-            turn ^= 1;
+            turn = (turn + 1) % batches.len();
             let taken = step(
                 &mut planner,
                 &mut staging,
                 black_box(&query_start_loc),
-                black_box(batches[turn]),
+                black_box(&batches[turn]),
             );
             assert_eq!(taken, action);
         });
@@ -325,26 +326,36 @@ fn step_unchanged(criterion: &mut Criterion) {
             group,
             BenchmarkId::new("saturated", rows),
             Policy::Aiter,
-            [&batches[0], &batches[1]],
+            &batches,
             Action::Nothing,
         );
     });
 }
 
-/// Every request grows and so does its row: new rows, new schedule.
-fn bench_changed(criterion: &mut Criterion, question: &str, policy: Policy) {
+/// Every request grows and so does its row: new rows, new schedule. After so many steps the first batch is back.
+fn bench_changed(criterion: &mut Criterion, question: &str, policy: Policy, steps: i32) {
     by_rows_and_skew(criterion, question, |group, id, lengths| {
-        let grown: Vec<i32> = lengths.iter().map(|length| length + 1).collect();
-        bench_steps(group, id, policy, [lengths, &grown], Action::Copy);
+        let grown = |step: i32| lengths.iter().map(|length| length + step).collect();
+        let batches: Vec<Vec<i32>> = (0..steps).map(grown).collect();
+        bench_steps(group, id, policy, &batches, Action::Copy);
     });
 }
 
 fn step_changed(criterion: &mut Criterion) {
-    bench_changed(criterion, "step_changed", Policy::Aiter);
+    bench_changed(criterion, "step_changed", Policy::Aiter, 2);
 }
 
 fn step_changed_balanced(criterion: &mut Criterion) {
-    bench_changed(criterion, "step_changed_balanced", BALANCED);
+    bench_changed(criterion, "step_changed_balanced", BALANCED, 2);
+}
+
+/// Decodes as they are served: from step to step a token more.
+fn step_grown(criterion: &mut Criterion) {
+    bench_changed(criterion, "step_grown", Policy::Aiter, DECODES);
+}
+
+fn step_grown_balanced(criterion: &mut Criterion) {
+    bench_changed(criterion, "step_grown_balanced", BALANCED, DECODES);
 }
 
 /// Asked once per configuration or batch, whatever its size.
@@ -404,6 +415,8 @@ fn main() {
         step_unchanged,
         step_changed,
         step_changed_balanced,
+        step_grown,
+        step_grown_balanced,
         rules,
     ] {
         group(&mut criterion);

@@ -35,6 +35,10 @@ LINES = (
     ("`balanced` schedule, skewed", "schedule_balanced/skewed"),
     ("`balanced` step, changed, uniform lengths", "step_changed_balanced/uniform"),
     ("`balanced` step, changed, skewed lengths", "step_changed_balanced/skewed"),
+    ("step, a token more, uniform lengths", "step_grown/uniform"),
+    ("step, a token more, skewed lengths", "step_grown/skewed"),
+    ("`balanced` step, a token more, uniform lengths", "step_grown_balanced/uniform"),
+    ("`balanced` step, a token more, skewed lengths", "step_grown_balanced/skewed"),
 )
 KINDS = ("uniform", "skewed", "saturated", "drafts", "prompt")
 AGAINST = (

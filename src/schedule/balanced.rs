@@ -42,7 +42,7 @@ pub(super) fn capacity(
     // Some slot takes as many blocks as the mean, in works of which one at least is paid for.
     let mean = piece.min(whole) + blocks.div_ceil(slots) * block;
     // A tile of one block cannot be cut.
-    let single = if rows.has_single { whole + block } else { 0 };
+    let single = if rows.shortest == 1 { whole + block } else { 0 };
     let candidate = |cost: u64| cost.saturating_sub(low).div_ceil(step);
     let search = Search {
         kv_indptr,

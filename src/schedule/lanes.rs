@@ -44,7 +44,7 @@ struct State {
 enum Kind {
     /// Every tile fits.
     Short,
-    /// No tile fits, nor does all of it but one block as a piece.
+    /// No tile fits an empty slot, neither whole nor as a piece.
     Long,
     /// A quarter of the tiles at most do not fit: they are asked for.
     Mixed,
@@ -325,7 +325,7 @@ impl Kind {
         }
         Some(if (trial.longest - 1) * largest(most) >= 1 << 16 {
             Self::Wide
-        } else if trial.shortest > largest(fresh).max(largest(most) + 1) {
+        } else if trial.shortest > largest(fresh).max(largest(most)) {
             Self::Long
         } else if trial.blocks < trial.rows / 4 * (fits + 1) {
             Self::Mixed
@@ -357,6 +357,7 @@ fn times(blocks: i16, per_block: u16) -> i16 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::CostTable;
     use super::*;
 
     #[test]
@@ -371,5 +372,107 @@ mod tests {
                 assert!(over == 0 || (is_wide && over == 1), "{blocks} / {most}: {over}");
             }
         }
+    }
+
+    /// The slots of a fill, by its definition.
+    fn slots(tiles: &[u64], capacity: u64, [block, piece, whole]: [u64; 3]) -> u64 {
+        let (mut slots, mut room) = (1, capacity);
+        for &blocks in tiles {
+            let mut left = blocks;
+            while left > 0 {
+                if left == blocks && whole + blocks * block <= room {
+                    room -= whole + blocks * block;
+                    break;
+                }
+                let most = if left == blocks { blocks - 1 } else { left };
+                let taken = most.min(room.saturating_sub(piece) / block);
+                left -= taken;
+                if taken > 0 {
+                    room -= piece + taken * block;
+                }
+                if left > 0 {
+                    slots += 1;
+                    room = capacity;
+                }
+            }
+        }
+        slots
+    }
+
+    /// A table, tiles in blocks and capacities that are all above what a tile of one block costs.
+    fn random_case(below: &mut impl FnMut(u64) -> u64) -> (CostTable, Vec<u64>, [u64; LANES]) {
+        let mut up_to_power = |power: u64| {
+            let end = 1 << below(power);
+            below(end)
+        };
+        let (block, longest) = (1 + up_to_power(16), 1 + up_to_power(13));
+        let scale = [1, 2, 8, 40][usize::try_from(below(4)).unwrap()] * block;
+        let whole = below(scale);
+        let piece = below(scale).min(whole + block);
+        let shortest = 1 + [0, below(longest), longest - 1][usize::try_from(below(3)).unwrap()];
+        let is_rare = below(3) == 0;
+        let tiles = (0..=below(60))
+            .map(|_| match below(8) {
+                0 => longest,
+                _ if is_rare => 1 + below(2 + longest / 30),
+                _ => shortest + below(longest - shortest + 1),
+            })
+            .collect();
+        let most = longest * block * (1 + below(4));
+        let first = piece + block + whole + below(1 + most);
+        let apart = below(2 * block);
+        let table = CostTable {
+            block_tokens: 1,
+            block: u32::try_from(block).unwrap(),
+            piece: u32::try_from(piece).unwrap(),
+            whole: u32::try_from(whole).unwrap(),
+            ..CostTable::AITER
+        };
+        (table, tiles, from_fn(|lane| first + lane as u64 * apart))
+    }
+
+    #[test]
+    fn every_kind_of_walk_takes_the_slots_of_the_definition() {
+        let mut seed = 3_u64;
+        let mut below = |end: u64| {
+            seed = seed
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            (seed >> 33) % end
+        };
+        let mut kinds = [0; 6];
+        for case in 0..6000 {
+            let (table, tiles, capacities) = random_case(&mut below);
+            let prices = Prices::of(&table);
+            let mut kv_indptr = vec![5];
+            for tile in &tiles {
+                kv_indptr.push(kv_indptr[kv_indptr.len() - 1] + i32::try_from(*tile).unwrap());
+            }
+            let survey = prices.survey(&kv_indptr);
+            let trial = Trial {
+                capacities,
+                slots: 100,
+                rows: tiles.len() as u64,
+                blocks: survey.blocks,
+                shortest: survey.shortest,
+                longest: survey.longest,
+            };
+            let Some(lanes) = Lanes::new(&trial, &prices) else {
+                kinds[5] += 1;
+                continue;
+            };
+            kinds[lanes.kind as usize] += 1;
+            let fold = 1 + usize::try_from(below(2)).unwrap();
+            let folded: Vec<u64> = tiles.iter().flat_map(|&tile| vec![tile; fold]).collect();
+            let costs = [prices.block, prices.piece, prices.whole];
+            let expected = capacities.map(|capacity| slots(&folded, capacity, costs));
+            let kind = lanes.kind;
+            assert_eq!(
+                lanes.walk(&kv_indptr, fold, &prices),
+                expected.map(|slots| slots.min(i16::MAX as u64)),
+                "case {case}, {kind:?}: {table:?} {tiles:?} {trial:?}"
+            );
+        }
+        assert!(kinds.iter().all(|&cases| cases > 50), "{kinds:?}");
     }
 }

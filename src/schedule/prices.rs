@@ -151,8 +151,6 @@ pub(super) struct Survey {
     pub(super) longest: u64,
     /// Blocks of the shortest row that has any.
     pub(super) shortest: u64,
-    /// Whether a row has a single block.
-    pub(super) has_single: bool,
 }
 
 #[inline]
@@ -174,6 +172,5 @@ fn survey(kv_indptr: &[i32], blocks_of: impl Fn(u32) -> u32) -> Survey {
         shortest = shortest.min(least.unsigned_abs());
     }
     all.shortest = u64::from(shortest) + 1;
-    all.has_single = shortest == 0;
     all
 }

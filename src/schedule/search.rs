@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn lanes_find_what_a_bisection_of_single_trials_finds() {
+    fn lanes_find_what_a_scan_of_single_trials_finds() {
         let mut random = Random(7);
         for case in 0..4000 {
             let spread = random.below(20) + 1;
@@ -199,13 +199,14 @@ mod tests {
                     0
                 },
             };
-            let expected = search.gallop(32, [search.from.min(CANDIDATES - 1), CANDIDATES - 1]);
+            let is_feasible = |&candidate: &u64| search.is_feasible(low + candidate * step);
+            let expected = (search.from.min(CANDIDATES - 1)..CANDIDATES)
+                .find(is_feasible)
+                .unwrap();
             for first in [0, expected.saturating_sub(1), expected, 30, 63, 1000] {
-                assert_eq!(
-                    search.least_feasible(first),
-                    expected,
-                    "case {case}, {first}: {table:?}"
-                );
+                let all = [search.from.min(CANDIDATES - 1), CANDIDATES - 1];
+                let found = [search.least_feasible(first), search.gallop(first, all)];
+                assert_eq!(found, [expected; 2], "case {case}, {first}: {table:?}");
             }
         }
     }
