@@ -121,12 +121,18 @@ impl Lanes {
         {
             return None;
         }
+        let empty = capacities.map(|capacity| prices.parts(capacity));
+        let [empty, empty_rest] = [
+            empty.map(|parts| narrow(parts.blocks)),
+            empty.map(|parts| narrow(parts.rest)),
+        ];
         let behind = |cost: i64| {
-            let parts = capacities.map(|capacity| prices.parts(capacity - cost));
-            [
-                parts.map(|parts| narrow(parts.blocks)),
-                parts.map(|parts| narrow(parts.rest)),
-            ]
+            let Parts { blocks, rest } = prices.parts(cost);
+            let rests = empty_rest.map(|empty_rest| empty_rest - narrow(rest));
+            let borrowed = rests.map(|rest| rest >> 15);
+            let blocks: Lane = from_fn(|lane| empty[lane] - narrow(blocks) + borrowed[lane]);
+            let rests: Lane = from_fn(|lane| rests[lane] + (narrow(block) & borrowed[lane]));
+            [blocks, rests]
         };
         let fresh = behind(whole);
         let [head, _] = behind(piece);
