@@ -44,7 +44,7 @@ pub(super) fn capacity(
     // A tile of one block cannot be cut.
     let single = if rows.shortest == 1 { whole + block } else { 0 };
     let candidate = |cost: u64| cost.saturating_sub(low).div_ceil(step);
-    let search = Search {
+    let mut search = Search {
         kv_indptr,
         fold,
         slots,
@@ -63,12 +63,18 @@ pub(super) fn capacity(
     if is_beaten(least) {
         return None;
     }
-    // Few tiles have few ways to lie: the least that is possible often is.
-    let found = if 6 * demand.live_tiles <= slots && search.is_feasible(least) {
+    // Few tiles have few ways to lie: the least that is possible often is, or one close to it.
+    let are_few = 6 * demand.live_tiles <= slots;
+    let found = if are_few && search.is_feasible(least) {
         least
     } else {
-        let over = hint.unwrap_or_else(|| guess(&demand, prices));
-        let first = (over / step).saturating_sub(LANES as u64 / 2);
+        let first = if are_few {
+            search.from += 1;
+            search.from
+        } else {
+            let over = hint.unwrap_or_else(|| guess(&demand, prices));
+            (over / step).saturating_sub(LANES as u64 / 2)
+        };
         low + search.least_feasible(first) * step
     };
     *hint = Some(found - low);

@@ -6,6 +6,9 @@ use super::balanced::CANDIDATES;
 use super::lanes::{LANES, Lanes, Trial};
 use super::prices::{Prices, Survey};
 
+/// So few entries make single trials cheaper than the lanes' numbers.
+const FEW: usize = 5;
+
 /// What is searched: candidates `low + j * step` for `j` in `0 .. 64`, the last of which is feasible.
 #[derive(Debug)]
 pub(super) struct Search<'a> {
@@ -26,6 +29,9 @@ impl Search<'_> {
         let last = CANDIDATES - 1;
         // The last infeasible and the least feasible candidate that are known bound the answer: `from - 1` and `to`.
         let (mut from, mut to) = (self.from.min(last), last);
+        if self.kv_indptr.len() <= FEW {
+            return self.gallop(first, [from, to]);
+        }
         let mut tried = run_of(first, 1, from, to);
         let mut apart = 1;
         while from < to {
