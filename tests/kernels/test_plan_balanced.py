@@ -27,11 +27,11 @@ def _divide_kernel(number_ptr, by_ptr, out_ptr, BLOCK: tl.constexpr):  # type: i
     index = tl.arange(0, BLOCK)
     factor, shift = plan_fill.divisor(tl.load(by_ptr + index))
     number = tl.load(number_ptr + index)
-    tl.store(out_ptr + index, plan_fill._divide(number + number, factor, shift))
+    tl.store(out_ptr + index, plan_fill._divide(number, factor, shift))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _pour_kernel(  # type: ignore[no-untyped-def] # noqa: ANN202
+def _step_kernel(  # type: ignore[no-untyped-def] # noqa: ANN202
     blocks_ptr,  # noqa: ANN001
     room_ptr,  # noqa: ANN001
     capacity_ptr,  # noqa: ANN001
@@ -40,31 +40,53 @@ def _pour_kernel(  # type: ignore[no-untyped-def] # noqa: ANN202
     piece,  # noqa: ANN001
     whole,  # noqa: ANN001
     BLOCK: tl.constexpr,  # noqa: N803
-    SHORT: tl.constexpr,  # noqa: N803
+    FORM: tl.constexpr,  # noqa: N803
 ):
-    """One tile in each lane: whether it fits, blocks for the open slot, slots opened, room behind."""
+    """One tile in each lane: slots opened, room behind, and how far that is above a multiple of a block."""
     index = tl.arange(0, BLOCK)
     blocks, room = tl.load(blocks_ptr + index), tl.load(room_ptr + index)
     costs = plan_fill.cost_words(block, piece, whole)
     slot = plan_fill.slot_words(tl.load(capacity_ptr + index), costs)
-    need = plan_fill._whole_cost(blocks, costs)
-    if SHORT:
-        is_crowded, spare = plan_fill._pour_short(blocks - 1, need, 2 * (room - piece), slot, costs)
-        tl.store(out_ptr + index, is_crowded + 1)
-        tl.store(out_ptr + 3 * BLOCK + index, spare // 2 + piece)
+    above = plan_fill.above_of(room, costs)
+    record = plan_fill._record(blocks, costs)
+    if FORM == plan_fill.LARGE:
+        gap, base = plan_fill._gap(slot, costs)
+        room, opened = plan_fill._step_large(record[1], room - base, index * 0, slot, gap)
+        room += base
     else:
-        offset = plan_fill._spare_over_rest(slot, costs)
-        is_crowded, is_bare, head, fresh, rest = plan_fill._pour(
-            blocks - 1, need, 2 * (room - piece) - offset, slot, costs
-        )
-        tl.store(out_ptr + index, is_crowded + 1)
-        tl.store(out_ptr + BLOCK + index, tl.where(is_bare == 0, head, 0))
-        tl.store(out_ptr + 2 * BLOCK + index, fresh)
-        tl.store(out_ptr + 3 * BLOCK + index, (rest + offset) // 2 + piece)
+        room, above, opened = plan_fill._step(record, room, above, index * 0, slot, costs, FORM)
+    tl.store(out_ptr + index, opened)
+    tl.store(out_ptr + BLOCK + index, room)
+    tl.store(out_ptr + 2 * BLOCK + index, above)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cuts_kernel(  # type: ignore[no-untyped-def] # noqa: ANN202
+    length_ptr,  # noqa: ANN001
+    room_ptr,  # noqa: ANN001
+    capacity_ptr,  # noqa: ANN001
+    out_ptr,  # noqa: ANN001
+    block_tokens,  # noqa: ANN001
+    block,  # noqa: ANN001
+    piece,  # noqa: ANN001
+    whole,  # noqa: ANN001
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """How each tile is cut."""
+    index = tl.arange(0, BLOCK)
+    costs = plan_fill.cost_words(block, piece, whole)
+    slot = plan_fill.slot_words(tl.load(capacity_ptr + index), costs)
+    length, room = tl.load(length_ptr + index), tl.load(room_ptr + index)
+    per_block = plan_fill.divisor(block_tokens)
+    head, uses_open, fresh, size = plan_fill.fill_cuts(length, room, block_tokens, per_block, slot, costs)
+    tl.store(out_ptr + index, head)
+    tl.store(out_ptr + BLOCK + index, uses_open.to(tl.int32))
+    tl.store(out_ptr + 2 * BLOCK + index, fresh)
+    tl.store(out_ptr + 3 * BLOCK + index, size)
 
 
 def _definition(blocks: int, room: int, capacity: int, table: CostTable) -> tuple[bool, int, int, int]:
-    """The same for one tile, by the definition's words."""
+    """Whether one tile fits, blocks for the open slot, slots opened and room behind, by the definition's words."""
     block, piece, whole = table.block, table.piece, table.whole
     need = whole + blocks * block
     if need <= room:
@@ -132,31 +154,74 @@ def test_quotients_are_exact_interpreted(rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(out.numpy(), number // by)
 
 
+def _run(kernel: Any, inputs: tuple[np.ndarray[Any, Any], ...], rows: int, *costs: int, **constants: Any) -> Any:
+    out = torch.empty((rows, _STATES), dtype=torch.int32)
+    kernel[(1,)](*map(torch.from_numpy, inputs), out, *costs, BLOCK=_STATES, **constants)
+    return out.numpy()
+
+
 @pytest.mark.interpret
 def test_one_tile_is_poured_by_the_definition_interpreted(rng: np.random.Generator) -> None:
+    """In every form that is for it."""
     seen = set()
+    for table in _tables(rng) * 2:
+        costs = table.block, table.piece, table.whole
+        inputs = _states(rng, table)
+        any_form = _run(_step_kernel, inputs, 3, *costs, FORM=plan_fill.ANY)
+        short = _run(_step_kernel, inputs, 3, *costs, FORM=plan_fill.SHORT)
+        for state, (n, r, x) in enumerate(zip(*(array.tolist() for array in inputs), strict=True)):
+            fits, head, fresh, after = _definition(n, r, x, table)
+            wanted = [fresh, after, (after - table.piece) % table.block]
+            where = f"{n} blocks, room {r} of {x}: {table}"
+            assert any_form[:, state].tolist() == wanted, where
+            is_short = table.whole + n * table.block <= x
+            if is_short:
+                assert short[:, state].tolist() == wanted, where
+            seen.add((fits, head > 0, min(fresh, 3), is_short))
+    wanted_kinds = {(True, True, 0, True), (False, True, 1, True), (False, False, 1, True), (False, True, 1, False)}
+    wanted_kinds |= {(False, True, 3, False), (False, False, 2, False), (False, False, 3, False)}
+    assert seen >= wanted_kinds, wanted_kinds - seen
+
+
+@pytest.mark.interpret
+def test_a_tile_that_fills_slots_is_poured_by_the_definition_interpreted(rng: np.random.Generator) -> None:
+    """Behind a piece of any number of blocks, the most that a slot holds among them."""
+    seen = set()
+    for table in _tables(rng) * 2:
+        blocks, room, capacity = _states(rng, table)
+        full = (capacity - table.piece) // table.block
+        held = np.clip((capacity - table.piece - room) // table.block, 1, full)
+        held[::5] = full[::5]
+        room = (capacity - table.piece - held * table.block).astype(np.int32)
+        inputs = blocks, room, capacity
+        out = _run(_step_kernel, inputs, 3, table.block, table.piece, table.whole, FORM=plan_fill.LARGE)
+        for state, (n, r, x) in enumerate(zip(*(array.tolist() for array in inputs), strict=True)):
+            if n - 1 < int(full[state]) or table.whole + n * table.block <= x:
+                continue
+            _, head, fresh, after = _definition(n, r, x, table)
+            assert out[:2, state].tolist() == [fresh, after], f"{n} blocks, room {r} of {x}: {table}"
+            seen.add((head > 0, min(fresh, 3), after + table.block == x - table.piece))
+    assert seen >= {(has, fresh, last) for has in (True, False) for fresh in (2, 3) for last in (True, False)}, seen
+
+
+@pytest.mark.interpret
+def test_one_tile_is_cut_by_the_definition_interpreted(rng: np.random.Generator) -> None:
+    tokens = 16
     for table in _tables(rng):
-        for _ in range(2):
-            blocks, room, capacity = _states(rng, table)
-            inputs = [torch.from_numpy(array) for array in (blocks, room, capacity)]
-            out = torch.empty((4, _STATES), dtype=torch.int32)
-            costs = table.block, table.piece, table.whole
-            _pour_kernel[(1,)](*inputs, out, *costs, BLOCK=_STATES, SHORT=False)
-            short = torch.empty((4, _STATES), dtype=torch.int32)
-            _pour_kernel[(1,)](*inputs, short, *costs, BLOCK=_STATES, SHORT=True)
-            for state, (n, r, x) in enumerate(zip(blocks.tolist(), room.tolist(), capacity.tolist(), strict=True)):
-                fits, head, fresh, after = _definition(n, r, x, table)
-                got = out[:, state].tolist()
-                where = f"{n} blocks, room {r} of {x}: {table}"
-                assert (got[0], got[3]) == (int(fits), after), where
-                assert fits or (got[1], got[2]) == (head, fresh), where
-                is_short = table.whole + n * table.block <= x
-                if is_short:
-                    assert (int(short[0, state]), int(short[3, state])) == (int(fits), after), where
-                seen.add((fits, head > 0, min(fresh, 3), is_short))
-    wanted = {(True, True, 0, True), (False, True, 1, True), (False, False, 1, True), (False, True, 1, False)}
-    wanted |= {(False, True, 3, False), (False, False, 2, False), (False, False, 3, False)}
-    assert seen >= wanted, wanted - seen
+        blocks, room, capacity = _states(rng, table)
+        length = (blocks * tokens - rng.integers(0, tokens, _STATES)).astype(np.int32)
+        inputs = length, room, capacity
+        out = _run(_cuts_kernel, inputs, 4, tokens, table.block, table.piece, table.whole)
+        for state, (n, r, x) in enumerate(zip(blocks.tolist(), room.tolist(), capacity.tolist(), strict=True)):
+            fits, head, fresh, _ = _definition(n, r, x, table)
+            got = out[:, state].tolist()
+            where = f"{n} blocks, room {r} of {x}: {table}"
+            wanted = int(length[state]) if fits else head * tokens
+            assert got[:3] == [wanted, int(fits or head > 0), fresh], where
+            if fresh:
+                whole = head == 0 and fresh == 1
+                most = min(n - 1, (x - table.piece) // table.block)
+                assert got[3] == (int(length[state]) if whole else most * tokens), where
 
 
 _PORTABLE = CostTable(block_tokens=64, block=2606, piece=1650, whole=1503, slot=4848, merge=243, cut=3000)

@@ -15,15 +15,15 @@ from mlaplan.kernels.plan_fill import (
     cost_words,
     divisor,
     fill_cuts,
-    find_rests,
+    find_rooms_of_fill,
     least_capacity,
     slot_words,
     store_records,
-    survey_records,
 )
 from mlaplan.kernels.plan_rows import (
     FALLING,
     TAIL,
+    add_pair,
     fill,
     mark_owners,
     share_of_slot,
@@ -83,8 +83,9 @@ def _price(head, uses_open, fresh, size, length, per_block, block, piece, whole)
 
 
 @triton.jit
-def _add_seven(a0, a1, a2, a3, a4, a5, a6, b0, b1, b2, b3, b4, b5, b6):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6
+def _join(a0, a1, a2, a3, a4, a5, a6, a7, a8, b0, b1, b2, b3, b4, b5, b6, b7, b8):
+    """Adds up eight numbers, and finds the smallest of the ninth."""
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7, tl.minimum(a8, b8)
 
 
 @triton.jit
@@ -113,7 +114,7 @@ def _survey_tiles(
     FOLD: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Returns the longest slot of aiter's walk and whether it cuts a tile.
+    """Returns the longest slot of aiter's walk, whether it cuts a tile, the blocks of all tiles and the fewest of one.
 
     Leaves the room that each tile finds in the walk, and the records of the `counted` tiles that are not empty.
     """
@@ -125,43 +126,49 @@ def _survey_tiles(
     best = 0
     is_cut = 0
     filled = 0
+    all_blocks = tl.zeros([], tl.int64)
+    fewest = _NONE
     for base in range(0, tiles, BLOCK):
         index = tl.arange(0, BLOCK)
         tile = base + index
         start, length = _load_tiles(kv_indptr_ptr, tile, tiles, FOLD)
         inside = tile < tiles
         need = weights(length, inside, _SKIP)
-        weight = before + tl.cumsum(need, 0)
-        room, state = find_rooms(rooms_ptr, tile, base, tiles, kept, weight, need, share, state, BLOCK, _SKIP, EVEN)
+        blocks = blocks_of(length, per_block)
+        is_filled = (blocks > 0).to(tl.int32)
+        weight, rank = tl.associative_scan((need, is_filled), 0, add_pair)
+        store_records(records_ptr, counted, tile, blocks, filled + rank - is_filled, costs)
+        room, state = find_rooms(
+            rooms_ptr, tile, base, tiles, kept, before + weight, need, share, state, BLOCK, _SKIP, EVEN
+        )
         head, uses_open, fresh = aiter_cuts(tile, start, length, room, inside, share, FOLD, _SKIP)
         run = _price(head, uses_open, fresh, aiter_size(share), length, per_block, block, piece, whole)
         a, b, c, d = tl.associative_scan(run, 0, _follow)
-        blocks = blocks_of(length, per_block)
-        is_filled = (blocks > 0).to(tl.int32)
-        rank = filled + tl.cumsum(is_filled, 0) - is_filled
-        store_records(records_ptr, counted, tile, blocks, rank, costs)
         tl.debug_barrier()  # the walk used these words, and other threads than those that write them
         tl.store(rooms_ptr + tile, room, mask=inside)
         ends = index == BLOCK - 1
-        cuts = (fresh + uses_open.to(tl.int32) > 1).to(tl.int32)
-        a, b, c, d, cuts, needs, blocks = tl.reduce(
+        a, b, c, d, cuts, needs, count, sum_blocks, least = tl.reduce(
             (
                 tl.where(ends, a, 0),
                 tl.where(ends, b, 0),
                 tl.where(ends, c, 0),
                 tl.where(ends, d, 0),
-                cuts,
+                (fresh + uses_open.to(tl.int32) > 1).to(tl.int32),
                 need,
                 is_filled,
+                blocks,
+                tl.where(blocks > 0, blocks, _NONE),
             ),
             0,
-            _add_seven,
+            _join,
         )
         has, first, last, best = _follow(has, first, last, best, a, b, c, d)
         is_cut += cuts
         before += needs
-        filled += blocks
-    return tl.maximum(best, tl.maximum(first, last)), is_cut
+        filled += count
+        all_blocks += sum_blocks
+        fewest = tl.minimum(fewest, least)
+    return tl.maximum(best, tl.maximum(first, last)), is_cut, all_blocks, fewest
 
 
 @triton.jit(
@@ -251,7 +258,7 @@ def balanced_kernel(
     share = share_of_slot(weight * FOLD, counted, longest, num_cus, budget, 1)
     num_slots = slots_of(counted, num_cus, budget)
     costs = cost_words(block, piece, whole)
-    aiter_longest, is_cut = _survey_tiles(
+    aiter_longest, is_cut, all_blocks, fewest = _survey_tiles(
         kv_indptr_ptr,
         reduce_indptr_ptr,
         work_info_ptr,
@@ -269,22 +276,22 @@ def balanced_kernel(
         EVEN,
     )
     tl.debug_barrier()
-    load, fewest = survey_records(work_info_ptr, counted, BLOCK)
-    low = tl.maximum(((load // 2 + num_slots - 1) // num_slots).to(tl.int32), piece + block)
+    load = all_blocks * block + counted.to(tl.int64) * whole
+    low = tl.maximum(((load + num_slots - 1) // num_slots).to(tl.int32), piece + block)
     step = tl.maximum((span + LANES - 2) // (LANES - 1), 1)
     capacity, lane = least_capacity(work_info_ptr, counted, num_slots, fewest, longest_blocks, low, step, costs)
     slot = slot_words(capacity, costs)
     takes_walk = aiter_longest < capacity + tl.where(is_cut > 0, 0, cut)
     if takes_walk == 0:
         tl.debug_barrier()
-        find_rests(work_info_ptr, reduce_indptr_ptr, counted, lane, slot, costs)
+        find_rooms_of_fill(work_info_ptr, reduce_indptr_ptr, counted, lane, slot, costs)
         tl.debug_barrier()
     sums = tl.zeros([], tl.int64)
     for base in range(0, tiles, BLOCK):
         tile = base + tl.arange(0, BLOCK)
         inside = tile < tiles
         start, length = _load_tiles(kv_indptr_ptr, tile, tiles, FOLD)
-        # The room that a tile finds in the walk, or its rest in the fill.
+        # The room that a tile finds in the walk, or in the fill.
         found = tl.load(reduce_indptr_ptr + tile, mask=inside, other=0)
         head, uses_open, fresh = aiter_cuts(tile, start, length, found, inside, share, FOLD, _SKIP)
         fill_head, fill_open, fill_fresh, fill_size = fill_cuts(length, found, block_tokens, per_block, slot, costs)

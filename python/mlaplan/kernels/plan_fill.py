@@ -1,24 +1,30 @@
 """The fill of the policy `balanced`: the least of 64 capacities that is enough, and what each tile finds under it.
 
 What a tile finds depends on every tile before it, so the 64 capacities are tried side by side, each by a lane, tile
-by tile: that walk is what the kernel waits for. Four things keep a step short.
+by tile: that walk is what the kernel waits for. What keeps a step short:
 
-* Where a tile that does not fit leaves a slot depends on the tile and the capacity alone, but for the blocks that the
-  open slot takes. All but those is found ahead of what the step before has left.
-* Choices are made with masks: a comparison that guards a choice takes longer than shifting a sign bit does.
+* Two numbers go from tile to tile: the open slot's `room`, and how far the room less a piece's fixed cost is `above` a
+  multiple of a block's cost. So `room - above` says what blocks an open slot takes, without a division. A tile that
+  fits lowers `above` by its fixed cost, modulo that of a block; behind any other it is one of two numbers of the
+  capacity.
+* Of what may be left, the smallest number holds, negative ones taken for large: a tile that fits leaves less than one
+  that does not would, whose last piece has a block at least. So no step asks which one it is.
+* Other choices are made with masks: a comparison that guards a choice takes longer than shifting a sign bit does.
 * Whole quotients are a multiplication and a shift. With l the logarithm of the divisor d, rounded up, and a factor f
   above 2^(31 + l) / d by at most 2, the product f d is 2^(31 + l) + e with 0 < e <= 2 d <= 2^(l + 1). So N f / 2^(31
   + l) is above N / d by less than 1 / d as long as N < 2^30, and its floor is that of N / d. The upper half of (2 N)
-  f, shifted by l, is that floor; for d = 1 too, where the upper half of N times 32 bits would not do. So costs are
-  kept twice as large.
-* The state of all lanes is kept wherever a group of 16 tiles begins. From that of the lane that is taken, all groups
+  f, shifted by l, is that floor; for d = 1 too, where the upper half of N times 32 bits would not do.
+* The rooms of all lanes are kept wherever a group of 16 tiles begins. From that of the lane that is taken, all groups
   are walked at once to find what every tile finds.
 
-The state is a `rest`: a slot's room less that of an empty slot behind a piece's fixed cost, plus 1. It is 1 - x
-behind a cut tile whose last piece has blocks of cost x. The walk reads records of the c tiles that are not empty, 64
-bits each: twice the cost as a whole above, blocks less one below. Behind them lie the numbers of those tiles and what
-is kept, all in `work_info` until works are written: c tiles have at least c works of 8 words, and fewer than 2 c + c
-+ 4 c are used.
+There are three forms of a step. Where every tile fits an empty slot as a whole, none opens more than one slot. Where
+none does under any capacity, and each fills a slot and more, `room - above` is all that goes from tile to tile.
+
+The walk reads records of the c tiles that are not empty: what a tile costs as a whole, what its blocks cost, and what
+they cost but for one. A tile of one block is never cut; with its whole cost less a piece's fixed cost for that of its
+blocks, the formulas for a cut give what it leaves in a fresh slot. Behind the records lie the numbers of those tiles
+and what is kept, all in `work_info` until works are written: c tiles have at least c works of 8 words, and fewer than
+3 c + c + 4 c are used.
 """
 
 from __future__ import annotations
@@ -29,9 +35,13 @@ import triton.language as tl
 LANES = tl.constexpr(64)
 GROUP = tl.constexpr(16)
 CHUNK = tl.constexpr(4)
-_NONE = tl.constexpr((1 << 31) - 1)
-_MOST_BLOCKS = tl.constexpr(1 << 20)
 _MANY = tl.constexpr(1 << 30)
+_FAR = tl.constexpr(-(1 << 30))  # below every room, and a mask for the sign of what is not below it
+
+# The forms of a step.
+SHORT = tl.constexpr(0)  # every tile fits an empty slot
+ANY = tl.constexpr(1)
+LARGE = tl.constexpr(2)  # every tile has more blocks than a slot holds, and fits none
 
 
 @triton.jit
@@ -52,33 +62,54 @@ def divisor(by):
 
 
 @triton.jit
-def _divide(twice, factor, shift):
-    """The whole quotient of the half of `twice`; any number where that is negative."""
-    return (tl.umulhi(twice.to(tl.uint32, bitcast=True), factor) >> shift).to(tl.int32, bitcast=True)
+def _divide(number, factor, shift):
+    """The whole quotient of a number below 2^30; any number where that is negative."""
+    return (tl.umulhi((number + number).to(tl.uint32, bitcast=True), factor) >> shift).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def blocks_of(tokens, per_block):
     """Blocks that works of so many tokens begin; `per_block` divides by the tokens of a block."""
-    behind = tl.maximum(tokens, 1) - 1
-    return tl.where(tokens > 0, _divide(behind + behind, per_block[0], per_block[1]) + 1, 0)
+    return tl.where(tokens > 0, _divide(tl.maximum(tokens, 1) - 1, per_block[0], per_block[1]) + 1, 0)
 
 
 @triton.jit
 def cost_words(block, piece, whole):
-    """The cost table as the functions here take it: twice its costs, and how to divide by that of a block."""
+    """The cost table as the functions here take it.
+
+    Three costs, how to divide by that of a block, and what the other two leave when they are.
+    """
     factor, shift = divisor(block)
-    return 2 * block, 2 * piece, 2 * whole, factor, shift
+    piece_left = piece - _divide(piece, factor, shift) * block
+    whole_left = whole - _divide(whole, factor, shift) * block
+    return block, piece, whole, factor, shift, piece_left, whole_left
 
 
 @triton.jit
 def slot_words(capacity, costs):
-    """A slot's capacity, what the blocks of a piece that fills it cost, and how to divide by those."""
-    twice = 2 * capacity
-    most = _divide(twice - costs[1], costs[3], costs[4])
-    # No tile has more blocks than that.
-    factor, shift = divisor(tl.minimum(most, _MOST_BLOCKS))
-    return twice, most * costs[0], factor, shift
+    """A slot's capacity as the functions here take it.
+
+    The capacity; what the blocks of a piece that fills it cost and how to divide by those; how far the room behind a
+    piece, and that behind whole work, in a slot of their own is above a multiple of a block's cost.
+    """
+    bare = capacity - costs[1]
+    most = _divide(bare, costs[3], costs[4]) * costs[0]
+    factor, shift = divisor(most)
+    above_piece = _wrap(bare - most - costs[5], costs[0])
+    above_whole = _wrap(bare - most - costs[6], costs[0])
+    return capacity, most, factor, shift, above_piece, above_whole
+
+
+@triton.jit
+def _least(a, b):
+    """The smaller one, negative numbers taken for large."""
+    return tl.minimum(a.to(tl.uint32, bitcast=True), b.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _wrap(number, by):
+    """`number` modulo `by`, from `-by` to `by - 1`."""
+    return _least(number, number + by)
 
 
 @triton.jit
@@ -94,66 +125,76 @@ def _choose(mask, a, b):
 
 
 @triton.jit
-def _pour(behind, need, rest, slot, costs):
-    """Fills slots with tiles that find them with these rests; all costs are twice themselves.
+def above_of(room, costs):
+    """How far rooms less a piece's fixed cost are above a multiple of a block's cost."""
+    left = room - costs[5]
+    left += costs[0] & _below_zero(left)
+    return left - _divide(left, costs[3], costs[4]) * costs[0]
 
-    `behind` is the blocks less one, `need` the cost as a whole. Returns, as masks, whether a tile does not fit as a
-    whole and whether the open slot takes nothing of it then; the blocks that it takes else; the slots that are opened
-    where it does not fit; and the rest behind.
+
+@triton.jit
+def _record(blocks, costs):
+    """What tiles of so many blocks cost as a whole, what their blocks cost, and what those cost but for one."""
+    need = _whole_cost(blocks, costs)
+    return need, need - tl.where(blocks > 1, costs[2], costs[1]), (blocks - 1) * costs[0]
+
+
+@triton.jit
+def _step(record, room, above, opened, slot, costs, FORM: tl.constexpr):
+    """Pours one tile into the open slot and fresh ones; returns what is left of the slot then open, and slots opened."""
+    need, blocks, behind = record
+    block, piece = costs[0], costs[1]
+    capacity, most = slot[0], slot[1]
+    fit_room = room - need
+    bare_room = capacity - need
+    top = capacity - piece - blocks
+    is_crowded = _below_zero(fit_room)
+    taken = room - above
+    # The open slot takes no block. A tile of one block is never cut.
+    is_bare = _below_zero(taken + (((behind - 1) & _FAR) - (piece + block)))
+    if FORM == SHORT:
+        cut_room = taken + (top - piece)
+        fresh = is_crowded & 1
+        is_whole = is_bare
+    else:
+        # Were all of it to go to fresh slots, but not as a single piece: full pieces, and the rest behind the last one.
+        most = tl.minimum(most, behind)
+        full = tl.maximum(_divide(behind, slot[2], slot[3]), 1)
+        last_room = top + full * most
+        is_large = _below_zero(bare_room)
+        bare_room = _least(bare_room, last_room)
+        # What the open slot takes is missing from the last piece, which then may be the one before.
+        cut_room = taken + (last_room - piece)
+        before = cut_room - most
+        fresh = _choose(is_bare, (full & is_large) + 1, full - _below_zero(before)) & is_crowded
+        cut_room = _least(cut_room, before)
+        is_whole = is_bare & ~is_large
+    # The last piece has a block at least.
+    room = _least(_least(fit_room, top + behind), _choose(is_bare, bare_room, cut_room))
+    above = _choose(is_crowded, _choose(is_whole, slot[5], slot[4]), _wrap(above - costs[6], block))
+    return room, above, opened + fresh
+
+
+@triton.jit
+def _step_large(blocks, free, opened, slot, gap):
+    """The same for a tile that fits no slot and has more blocks than one holds.
+
+    `free` is what blocks of the room a piece leaves could be filled with were it not for the next piece's fixed cost,
+    of which those are lost that `gap` says.
     """
-    block, piece, whole = costs[0], costs[1], costs[2]
-    capacity = slot[0]
-    # Were all of it to go to fresh slots, but not as a single piece: full pieces, and the rest behind the last one.
-    most = tl.minimum(slot[1], need - (whole + block))
-    full = tl.maximum(_divide(behind + behind, slot[2], slot[3]), 1)
-    cut_rest = full * most + (whole + 1 - need)
-    is_large = _below_zero(capacity - need)
-    bare_rest = _choose(is_large, cut_rest, piece + 1 - need)
-    bare_fresh = (full & is_large) + 1
-
-    fit_rest = rest - need
-    is_crowded = _below_zero(fit_rest + (capacity - piece - 1))
-    spare = rest + _spare_over_rest(slot, costs)
-    # A tile of one block is never cut.
-    is_bare = _below_zero(tl.minimum(spare - block, behind - 1))
-    head = tl.minimum(_divide(spare, costs[3], costs[4]), behind)
-    # What the open slot takes is missing from the last piece, which then may be the one before. Of these two rests
-    # the one holds that is negative and nearer to 0: as numbers without a sign, the larger one.
-    last = (head * block + cut_rest).to(tl.uint32, bitcast=True)
-    before = (head * block + (cut_rest - most)).to(tl.uint32, bitcast=True)
-    cut_fresh = full + (last >> 31).to(tl.int32, bitcast=True)
-    fresh = _choose(is_bare, bare_fresh, cut_fresh)
-    after = _choose(is_crowded, bare_rest, fit_rest)
-    after = _choose(is_crowded & ~is_bare, tl.maximum(last, before).to(tl.int32, bitcast=True), after)
-    return is_crowded, is_bare, head, fresh, after
+    most = slot[1]
+    full = _divide(blocks, slot[2], slot[3])
+    missing = blocks - full * most + gap
+    usable = tl.maximum(free, gap)
+    short = usable - missing
+    return _least(short, usable - (missing - most)), opened + full - _below_zero(short)
 
 
 @triton.jit
-def _pour_short(behind, need, spare, slot, costs):
-    """Whether tiles do not fit and what is left, for those that fit an empty slot as a whole.
-
-    Such a tile opens one slot or none: what is left of one that is cut is no dearer than all of it. In place of the
-    rest takes and returns `spare`, a slot's room less a piece's fixed cost.
-    """
-    block, piece, whole = costs[0], costs[1], costs[2]
-    fit_spare = spare - need
-    is_crowded = _below_zero(fit_spare + piece)
-    is_bare = _below_zero(tl.minimum(spare - block, behind - 1))
-    head = tl.minimum(_divide(spare, costs[3], costs[4]), behind)
-    cut_spare = head * block + (slot[0] - 2 * piece + whole - need)
-    after = _choose(is_crowded, slot[0] - piece - need, fit_spare)
-    return is_crowded, _choose(is_crowded & ~is_bare, cut_spare, after)
-
-
-@triton.jit
-def _spare_over_rest(slot, costs):
-    return slot[0] - 2 * costs[1] - 1
-
-
-@triton.jit
-def _empty(costs):
-    """The rest of an empty slot."""
-    return costs[1] + 1
+def _gap(slot, costs):
+    """What `_step_large` has to know of a slot, and what its rooms are above what it goes on with."""
+    bare = slot[0] - costs[1]
+    return slot[1] - (bare - costs[1] - slot[4]), bare - slot[1]
 
 
 @triton.jit
@@ -162,47 +203,25 @@ def _whole_cost(blocks, costs):
 
 
 @triton.jit
-def _records(scratch_ptr):
+def _wide(scratch_ptr):
     return scratch_ptr.to(tl.pointer_type(tl.int64))
-
-
-@triton.jit
-def _behind(record):
-    """Blocks of a tile less one."""
-    return record.to(tl.int32)
-
-
-@triton.jit
-def _need(record):
-    """What a tile costs as a whole."""
-    return (record >> 32).to(tl.int32)
 
 
 @triton.jit
 def store_records(scratch_ptr, counted, tile, blocks, rank, costs):
     """Leaves the records of tiles; `rank` counts those before a tile that are not empty, of `counted` in all."""
-    record = (_whole_cost(blocks, costs).to(tl.int64) << 32) | (blocks - 1).to(tl.int64)
-    tl.store(_records(scratch_ptr) + rank, record, mask=blocks > 0)
-    tl.store(scratch_ptr + 2 * counted + rank, tile, mask=blocks > 0)
+    need, cost, behind = _record(blocks, costs)
+    mask = blocks > 0
+    tl.store(_wide(scratch_ptr) + rank, (need.to(tl.int64) << 32) | cost.to(tl.int64), mask=mask)
+    tl.store(scratch_ptr + 2 * counted + rank, behind, mask=mask)
+    tl.store(scratch_ptr + 3 * counted + rank, tile, mask=mask)
 
 
 @triton.jit
-def _join_records(need, behind, other_need, other_behind):
-    return need + other_need, tl.minimum(behind, other_behind)
-
-
-@triton.jit
-def survey_records(scratch_ptr, counted, BLOCK: tl.constexpr):
-    """Twice what all tiles cost as a whole, and the fewest blocks of one, less one."""
-    total = tl.zeros([], tl.int64)
-    fewest = _NONE
-    for base in range(0, counted, BLOCK):
-        index = base + tl.arange(0, BLOCK)
-        record = tl.load(_records(scratch_ptr) + index, mask=index < counted, other=_NONE)
-        need, behind = tl.reduce((record >> 32, _behind(record)), 0, _join_records)
-        total += need
-        fewest = tl.minimum(fewest, behind)
-    return total, fewest
+def _load_record(scratch_ptr, index, counted, mask):
+    wide = tl.load(_wide(scratch_ptr) + index, mask=mask)
+    behind = tl.load(scratch_ptr + 2 * counted + index, mask=mask)
+    return (wide >> 32).to(tl.int32), wide.to(tl.int32), behind
 
 
 @triton.jit
@@ -212,120 +231,131 @@ def _load_chunk(scratch_ptr, begin, counted):
     records = ()
     for at in tl.static_range(CHUNK):
         # Triton adds tuples, and unpacks none.
-        records = records + (tl.load(_records(scratch_ptr) + first + at),)  # type: ignore[assignment]  # noqa: RUF005
+        records = records + (_load_record(scratch_ptr, first + at, counted, None),)  # type: ignore[assignment]  # noqa: RUF005
     return records
 
 
 @triton.jit
-def _step(record, state, opened, slot, costs, SHORT: tl.constexpr):
-    """Pours one tile in every lane; the state is `spare` if SHORT, else the rest."""
-    behind, need = _behind(record), _need(record)
-    if SHORT:
-        is_crowded, state = _pour_short(behind, need, state, slot, costs)
-        opened -= is_crowded
+def _pour_one(record, state, slot, costs, gap, FORM: tl.constexpr):
+    room, above, opened = state
+    if FORM == LARGE:
+        room, opened = _step_large(record[1], room, opened, slot, gap)
     else:
-        is_crowded, _, _, fresh, state = _pour(behind, need, state, slot, costs)
-        opened -= fresh * is_crowded
-    return state, opened
+        room, above, opened = _step(record, room, above, opened, slot, costs, FORM)
+    return room, above, opened
 
 
 @triton.jit
-def _pour_chunk(records, state, opened, slot, costs, SHORT: tl.constexpr):
+def _pour_chunk(records, state, slot, costs, gap, FORM: tl.constexpr):
     for at in tl.static_range(CHUNK):
-        state, opened = _step(records[at], state, opened, slot, costs, SHORT)
+        state = _pour_one(records[at], state, slot, costs, gap, FORM)
+    room, above, opened = state
     # A capacity far too small opens so many slots that their number passes 32 bits.
-    return state, tl.minimum(opened, _MANY)
+    return room, above, tl.minimum(opened, _MANY)
 
 
 @triton.jit
-def _keep(kept_ptr, begin, state, offset):
-    """Keeps the rests of all lanes if a group but the first begins here."""
+def _keep(kept_ptr, begin, room):
+    """Keeps the rooms of all lanes if a group but the first begins here."""
     first = tl.zeros([LANES], tl.int32) + begin
-    tl.store(kept_ptr + (begin // GROUP - 1) * LANES, state - offset, mask=(first % GROUP == 0) & (first > 0))
+    tl.store(kept_ptr + (begin // GROUP - 1) * LANES, room, mask=(first % GROUP == 0) & (first > 0))
 
 
 @triton.jit
-def _walk(scratch_ptr, counted, slot, costs, SHORT: tl.constexpr):
-    """Pours all tiles in every lane; returns the slots opened. Keeps the rests of all lanes wherever a group begins."""
+def _walk(scratch_ptr, counted, slot, costs, FORM: tl.constexpr):
+    """Pours all tiles in every lane; returns the slots opened. Keeps the rooms of all lanes wherever a group begins."""
     lane = tl.arange(0, LANES)
-    offset = _spare_over_rest(slot, costs) if SHORT else tl.zeros([LANES], tl.int32)
-    state = _empty(costs) + offset
     opened = tl.zeros([LANES], tl.int32)
-    kept_ptr = scratch_ptr + 3 * counted + lane
+    gap, offset = _gap(slot, costs)
+    if FORM == LARGE:
+        # An empty slot is one that is full, but for being counted.
+        state = (opened, opened, opened - 1)
+    else:
+        state = (slot[0], offset, opened)
+        offset = opened
+    kept_ptr = scratch_ptr + 4 * counted + lane
     whole = counted // (2 * CHUNK) * (2 * CHUNK)
     if whole > 0:
         # While one chunk is poured, the next one is on its way.
         even = _load_chunk(scratch_ptr, 0, counted)
         odd = _load_chunk(scratch_ptr, CHUNK, counted)
         for begin in range(0, whole, 2 * CHUNK):
-            _keep(kept_ptr, begin, state, offset)
-            state, opened = _pour_chunk(even, state, opened, slot, costs, SHORT)
+            _keep(kept_ptr, begin, state[0] + offset)
+            state = _pour_chunk(even, state, slot, costs, gap, FORM)
             even = _load_chunk(scratch_ptr, begin + 2 * CHUNK, counted)
-            state, opened = _pour_chunk(odd, state, opened, slot, costs, SHORT)
+            state = _pour_chunk(odd, state, slot, costs, gap, FORM)
             odd = _load_chunk(scratch_ptr, begin + 3 * CHUNK, counted)
     for index in range(whole, counted):
-        _keep(kept_ptr, index, state, offset)
-        record = tl.load(_records(scratch_ptr) + index + lane * 0)
-        state, opened = _step(record, state, opened, slot, costs, SHORT)
-    return opened
+        _keep(kept_ptr, index, state[0] + offset)
+        record = _load_record(scratch_ptr, index + lane * 0, counted, None)
+        state = _pour_one(record, state, slot, costs, gap, FORM)
+    return state[2]
 
 
 @triton.jit
 def least_capacity(scratch_ptr, counted, num_slots, fewest, longest, low, step, costs):
     """The least of `low + j * step` under which the fill of `counted` tiles needs at most `num_slots` slots, and its j.
 
-    `fewest` and `longest` are the fewest and the most blocks of a tile, the former less one. Leaves the rests of all
-    lanes wherever a group but the first begins.
+    `fewest` and `longest` are the fewest and the most blocks of a tile. Leaves the rooms of all lanes wherever a group
+    but the first begins.
     """
     lane = tl.arange(0, LANES)
-    capacity = low + lane * step
-    slot = slot_words(capacity, costs)
-    if 2 * low >= _whole_cost(longest, costs):
-        opened = _walk(scratch_ptr, counted, slot, costs, SHORT=True)
+    slot = slot_words(low + lane * step, costs)
+    high = low + (LANES - 1) * step
+    if low >= _whole_cost(longest, costs):
+        opened = _walk(scratch_ptr, counted, slot, costs, FORM=SHORT)
+    elif (high < _whole_cost(fewest, costs)) & (high - costs[1] < fewest * costs[0]):
+        opened = _walk(scratch_ptr, counted, slot, costs, FORM=LARGE)
     else:
-        opened = _walk(scratch_ptr, counted, slot, costs, SHORT=False)
+        opened = _walk(scratch_ptr, counted, slot, costs, FORM=ANY)
     # A tile of one block cannot be cut.
-    enough = (opened < num_slots) & ((fewest > 0) | (_whole_cost(1, costs) <= slot[0]))
+    enough = (opened < num_slots) & ((fewest > 1) | (_whole_cost(1, costs) <= slot[0]))
     taken = tl.min(tl.where(enough, lane, LANES - 1), 0)
     return low + taken * step, taken
 
 
 @triton.jit
-def find_rests(scratch_ptr, rests_ptr, counted, taken, slot, costs):
-    """Writes the rest that every tile finds at the tile's place; none for empty tiles."""
-    kept_ptr = scratch_ptr + 3 * counted + taken
+def find_rooms_of_fill(scratch_ptr, rooms_ptr, counted, taken, slot, costs):
+    """Writes the room that every tile finds at the tile's place; none for empty tiles."""
+    kept_ptr = scratch_ptr + 4 * counted + taken
     for base in range(0, counted, LANES * GROUP):
         group = base // GROUP + tl.arange(0, LANES)
         begin = group * GROUP
-        rest = tl.load(kept_ptr + (group - 1) * LANES, mask=(group > 0) & (begin < counted), other=0)
-        rest = tl.where(group > 0, rest, _empty(costs))
-        record = tl.load(_records(scratch_ptr) + begin, mask=begin < counted, other=0)
-        tile = tl.load(scratch_ptr + 2 * counted + begin, mask=begin < counted, other=0)
+        room = tl.load(kept_ptr + (group - 1) * LANES, mask=(group > 0) & (begin < counted), other=0)
+        room = tl.where(group > 0, room, slot[0])
+        above = above_of(room, costs)
+        record = _load_record(scratch_ptr, begin, counted, begin < counted)
+        tile = tl.load(scratch_ptr + 3 * counted + begin, mask=begin < counted, other=0)
         for at in range(GROUP):
             index = begin + at
-            next_record = tl.load(_records(scratch_ptr) + index + 1, mask=index + 1 < counted, other=0)
-            next_tile = tl.load(scratch_ptr + 2 * counted + index + 1, mask=index + 1 < counted, other=0)
-            tl.store(rests_ptr + tile, rest, mask=index < counted)
-            _, _, _, _, rest = _pour(_behind(record), _need(record), rest, slot, costs)
+            next_record = _load_record(scratch_ptr, index + 1, counted, index + 1 < counted)
+            next_tile = tl.load(scratch_ptr + 3 * counted + index + 1, mask=index + 1 < counted, other=0)
+            tl.store(rooms_ptr + tile, room, mask=index < counted)
+            room, above, _ = _step(record, room, above, tl.zeros([LANES], tl.int32), slot, costs, ANY)
             record = next_record
             tile = next_tile
 
 
 @triton.jit
-def fill_cuts(length, rest, block_tokens, per_block, slot, costs):
-    """How the fill cuts tiles that find slots with these rests.
+def fill_cuts(length, room, block_tokens, per_block, slot, costs):
+    """How the fill cuts tiles that find slots with these rooms.
 
     Returns the tokens for the open slot, whether a work of the tile lies there, the slots it opens, and the tokens of
     the works in those.
     """
     blocks = blocks_of(length, per_block)
-    counted = tl.maximum(blocks, 1)
-    need = _whole_cost(counted, costs)
-    is_crowded, is_bare, head, fresh, _ = _pour(counted - 1, need, rest, slot, costs)
-    fits = is_crowded == 0
-    takes_nothing = is_bare != 0
-    head = tl.where(fits, length, tl.where(takes_nothing, 0, head * block_tokens))
-    most = tl.minimum(slot[1] // costs[0], counted - 1)
-    size = tl.where(takes_nothing & (fresh == 1), length, most * block_tokens)
+    behind = tl.maximum(blocks, 1) - 1
+    need = _whole_cost(behind + 1, costs)
+    fits = need <= room
+    spare = tl.maximum(room - costs[1], 0)
+    head = tl.minimum(_divide(spare, costs[3], costs[4]), behind)
+    takes_nothing = head == 0
+    is_whole = takes_nothing & (need <= slot[0])
+    # Blocks but one that go to fresh slots: if all of them do so, as two pieces at least.
+    full = _divide((behind - head) * costs[0], slot[2], slot[3])
+    fresh = tl.where(is_whole, 1, tl.maximum(full, takes_nothing.to(tl.int32)) + 1)
+    most = tl.minimum(_divide(slot[1], costs[3], costs[4]), behind)
+    size = tl.where(is_whole, length, most * block_tokens)
+    head = tl.where(fits, length, head * block_tokens)
     fresh = tl.where(fits | (blocks == 0), 0, fresh)
     return head, (fits | (takes_nothing == 0)) & (blocks > 0), fresh, size
