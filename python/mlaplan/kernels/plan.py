@@ -208,8 +208,9 @@ def _plan_kernel(
 
 # Measured on an H200: fewer warps write too slowly, more wait too long for each other.
 _WARPS = {8: 1, 16: 1, 32: 1, 64: 2, 128: 4, 256: 8, 512: 8, 1024: 8}
-# Under "balanced" as few as do not share a scheduler, but enough to hold 64 lanes once and a block without spills.
-_BALANCED_WARPS = {8: 2, 16: 2, 32: 2, 64: 2, 128: 4, 256: 4, 512: 4, 1024: 8}
+# Under "balanced" as few as do not share a scheduler, and blocks no larger than those hold without spills.
+_MAX_BALANCED_BLOCK = 512
+_BALANCED_WARPS = {8: 2, 16: 2, 32: 2, 64: 2, 128: 4, 256: 4, 512: 4}
 
 
 def plan_launch(query_start_loc: Any, seq_lens: Any, arrays: PlanArrays, params: PlanParams) -> Launch:
@@ -230,7 +231,8 @@ def plan_launch(query_start_loc: Any, seq_lens: Any, arrays: PlanArrays, params:
     num_requests = seq_lens.shape[0]
     _check(query_start_loc, num_requests, arrays, params)
     tiles = num_rows * params.fold
-    block = min(_MAX_BLOCK, next_power_of_two(max(tiles, 8)))
+    largest = _MAX_BALANCED_BLOCK if params.policy == "balanced" else _MAX_BLOCK
+    block = min(largest, next_power_of_two(max(tiles, 8)))
     constants: dict[str, Any] = {"BLOCK": block, "FOLD": params.fold}
     before = (
         query_start_loc,

@@ -19,9 +19,12 @@ from mlaplan.kernels.plan_fill import (
     least_capacity,
     slot_words,
     store_records,
+    survey_records,
 )
 from mlaplan.kernels.plan_rows import (
+    BLOCK_TOKENS,
     FALLING,
+    OVERHEAD,
     TAIL,
     add_pair,
     fill,
@@ -35,7 +38,7 @@ from mlaplan.kernels.plan_rows import (
 from mlaplan.kernels.plan_walk import find_rooms, first_state
 from mlaplan.kernels.plan_works import PARTIALS_SHIFT, aiter_cuts, aiter_size, slots_and_works, write_works
 
-_SPLITS = tl.constexpr(256)  # splits that are weighed at a time
+_SPLITS = tl.constexpr(64)  # splits that are weighed at a time
 _NONE = tl.constexpr((1 << 31) - 1)
 _SKIP = tl.constexpr(0)
 
@@ -47,7 +50,7 @@ def _best_split(blocks, num_cus, block, piece, whole, merge, cut):
     best = tl.full([], (1 << 62) - 1, tl.int64)
     for first in range(1, count + 1, _SPLITS):
         pieces = first + tl.arange(0, _SPLITS)
-        longest = (blocks + pieces - 1) // pieces
+        longest = ((blocks + pieces - 1).to(tl.uint32) // pieces.to(tl.uint32)).to(tl.int32)
         cost = piece + longest.to(tl.int64) * block + pieces.to(tl.int64) * merge + cut
         cost = tl.where(pieces == 1, whole + longest.to(tl.int64) * block, cost)
         key = tl.where(pieces <= count, (cost << 17) + pieces, (1 << 62) - 1)
@@ -83,9 +86,13 @@ def _price(head, uses_open, fresh, size, length, per_block, block, piece, whole)
 
 
 @triton.jit
-def _join(a0, a1, a2, a3, a4, a5, a6, a7, a8, b0, b1, b2, b3, b4, b5, b6, b7, b8):
-    """Adds up eight numbers, and finds the smallest of the ninth."""
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7, tl.minimum(a8, b8)
+def _add_four(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+
+
+@triton.jit
+def _add_six(a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5
 
 
 @triton.jit
@@ -99,25 +106,63 @@ def _load_tiles(kv_indptr_ptr, tile, tiles, FOLD: tl.constexpr):
 @triton.jit
 def _survey_tiles(
     kv_indptr_ptr,
-    rooms_ptr,
     records_ptr,
     tiles,
-    kept,
     counted,
+    share,
+    per_block,
+    costs,
+    BLOCK: tl.constexpr,
+    FOLD: tl.constexpr,
+):
+    """Returns what the first slot of aiter's walk costs, and whether it ends in a piece of a tile.
+
+    Leaves the records of the `counted` tiles that are not empty.
+    """
+    weight = 0
+    filled = 0
+    cost = 0
+    is_cut = 0
+    for base in range(0, tiles, BLOCK):
+        tile = base + tl.arange(0, BLOCK)
+        _, length = _load_tiles(kv_indptr_ptr, tile, tiles, FOLD)
+        need = weights(length, tile < tiles, _SKIP)
+        blocks = blocks_of(length, per_block)
+        is_filled = (blocks > 0).to(tl.int32)
+        end, rank = tl.associative_scan((need, is_filled), 0, add_pair)
+        store_records(records_ptr, counted, tile, blocks, filled + rank - is_filled, costs)
+        # The slot has `share` blocks and the overhead of one tile; what is left of a piece's own overhead is its head.
+        end += weight
+        head = share - (end - need)
+        fits = (need > 0) & (end <= share + OVERHEAD)
+        cuts = (need > 0) & (end > share + OVERHEAD) & (head > 0)
+        head = blocks_of(tl.where(cuts, head, 0) * BLOCK_TOKENS, per_block)
+        fixed = tl.where(fits, costs[2], tl.where(cuts, costs[1], 0))
+        works = fixed + tl.where(fits, blocks, head) * costs[0]
+        needs, count, works, pieces = tl.reduce((need, is_filled, works, cuts.to(tl.int32)), 0, _add_four)
+        weight += needs
+        filled += count
+        cost += works
+        is_cut += pieces
+    return cost, is_cut
+
+
+@triton.jit
+def _price_walk(
+    kv_indptr_ptr,
+    rooms_ptr,
+    tiles,
+    kept,
     share,
     per_block,
     block,
     piece,
     whole,
-    costs,
     BLOCK: tl.constexpr,
     FOLD: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Returns the longest slot of aiter's walk, whether it cuts a tile, the blocks of all tiles and the fewest of one.
-
-    Leaves the room that each tile finds in the walk, and the records of the `counted` tiles that are not empty.
-    """
+    """Returns the longest slot of aiter's walk and whether it cuts a tile; leaves the room that each tile finds."""
     state = first_state(share, _SKIP)
     before = 0
     has = 0
@@ -125,50 +170,42 @@ def _survey_tiles(
     last = 0
     best = 0
     is_cut = 0
-    filled = 0
-    all_blocks = tl.zeros([], tl.int64)
-    fewest = _NONE
     for base in range(0, tiles, BLOCK):
         index = tl.arange(0, BLOCK)
         tile = base + index
         start, length = _load_tiles(kv_indptr_ptr, tile, tiles, FOLD)
         inside = tile < tiles
         need = weights(length, inside, _SKIP)
-        blocks = blocks_of(length, per_block)
-        is_filled = (blocks > 0).to(tl.int32)
-        weight, rank = tl.associative_scan((need, is_filled), 0, add_pair)
-        store_records(records_ptr, counted, tile, blocks, filled + rank - is_filled, costs)
-        room, state = find_rooms(
-            rooms_ptr, tile, base, tiles, kept, before + weight, need, share, state, BLOCK, _SKIP, EVEN
-        )
+        weight = before + tl.cumsum(need, 0)
+        room, state = find_rooms(rooms_ptr, tile, base, tiles, kept, weight, need, share, state, BLOCK, _SKIP, EVEN)
         head, uses_open, fresh = aiter_cuts(tile, start, length, room, inside, share, FOLD, _SKIP)
         run = _price(head, uses_open, fresh, aiter_size(share), length, per_block, block, piece, whole)
         a, b, c, d = tl.associative_scan(run, 0, _follow)
         tl.debug_barrier()  # the walk used these words, and other threads than those that write them
         tl.store(rooms_ptr + tile, room, mask=inside)
         ends = index == BLOCK - 1
-        a, b, c, d, cuts, needs, count, sum_blocks, least = tl.reduce(
-            (
-                tl.where(ends, a, 0),
-                tl.where(ends, b, 0),
-                tl.where(ends, c, 0),
-                tl.where(ends, d, 0),
-                (fresh + uses_open.to(tl.int32) > 1).to(tl.int32),
-                need,
-                is_filled,
-                blocks,
-                tl.where(blocks > 0, blocks, _NONE),
-            ),
+        cuts = (fresh + uses_open.to(tl.int32) > 1).to(tl.int32)
+        a, b, c, d, cuts, needs = tl.reduce(
+            (tl.where(ends, a, 0), tl.where(ends, b, 0), tl.where(ends, c, 0), tl.where(ends, d, 0), cuts, need),
             0,
-            _join,
+            _add_six,
         )
         has, first, last, best = _follow(has, first, last, best, a, b, c, d)
         is_cut += cuts
         before += needs
-        filled += count
-        all_blocks += sum_blocks
-        fewest = tl.minimum(fewest, least)
-    return tl.maximum(best, tl.maximum(first, last)), is_cut, all_blocks, fewest
+    return tl.maximum(best, tl.maximum(first, last)), is_cut
+
+
+@triton.jit
+def _walk_is_longer(cost, is_cut, longest, share, capacity, per_block, costs, cut):
+    """Whether some slot of aiter's walk shows that the fill is taken; `cost` and `is_cut` are those of the first one.
+
+    A tile of more blocks than two slots share fills one with a piece.
+    """
+    has_middle = longest // BLOCK_TOKENS > 2 * share
+    middle = costs[1] + blocks_of(tl.where(has_middle, share, 1) * BLOCK_TOKENS, per_block) * costs[0]
+    by_first = cost >= capacity + tl.where(is_cut > 0, 0, cut)
+    return by_first | (has_middle & (middle >= capacity))
 
 
 @triton.jit(
@@ -258,34 +295,38 @@ def balanced_kernel(
     share = share_of_slot(weight * FOLD, counted, longest, num_cus, budget, 1)
     num_slots = slots_of(counted, num_cus, budget)
     costs = cost_words(block, piece, whole)
-    aiter_longest, is_cut, all_blocks, fewest = _survey_tiles(
-        kv_indptr_ptr,
-        reduce_indptr_ptr,
-        work_info_ptr,
-        tiles,
-        kept,
-        counted,
-        share,
-        per_block,
-        block,
-        piece,
-        whole,
-        costs,
-        BLOCK,
-        FOLD,
-        EVEN,
+    first_cost, first_is_cut = _survey_tiles(
+        kv_indptr_ptr, work_info_ptr, tiles, counted, share, per_block, costs, BLOCK, FOLD
     )
     tl.debug_barrier()
-    load = all_blocks * block + counted.to(tl.int64) * whole
+    load, fewest = survey_records(work_info_ptr, counted, BLOCK)
     low = tl.maximum(((load + num_slots - 1) // num_slots).to(tl.int32), piece + block)
     step = tl.maximum((span + LANES - 2) // (LANES - 1), 1)
-    capacity, lane = least_capacity(work_info_ptr, counted, num_slots, fewest, longest_blocks, low, step, costs)
+    capacity, lane = least_capacity(
+        work_info_ptr, counted, num_slots, fewest, longest_blocks, low, step, costs
+    )
     slot = slot_words(capacity, costs)
-    takes_walk = aiter_longest < capacity + tl.where(is_cut > 0, 0, cut)
+    takes_walk = False
+    if _walk_is_longer(first_cost, first_is_cut, longest, share, capacity, per_block, costs, cut) == 0:
+        walk_longest, is_cut = _price_walk(
+            kv_indptr_ptr,
+            reduce_indptr_ptr,
+            tiles,
+            kept,
+            share,
+            per_block,
+            block,
+            piece,
+            whole,
+            BLOCK,
+            FOLD,
+            EVEN,
+        )
+        takes_walk = walk_longest < capacity + tl.where(is_cut > 0, 0, cut)
     if takes_walk == 0:
         tl.debug_barrier()
         find_rooms_of_fill(work_info_ptr, reduce_indptr_ptr, counted, lane, slot, costs)
-        tl.debug_barrier()
+    tl.debug_barrier()
     sums = tl.zeros([], tl.int64)
     for base in range(0, tiles, BLOCK):
         tile = base + tl.arange(0, BLOCK)

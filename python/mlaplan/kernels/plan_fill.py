@@ -35,6 +35,8 @@ import triton.language as tl
 LANES = tl.constexpr(64)
 GROUP = tl.constexpr(16)
 CHUNK = tl.constexpr(4)
+_GROUPS = tl.constexpr(128)  # groups that are walked at the same time
+_NONE = tl.constexpr((1 << 31) - 1)
 _MANY = tl.constexpr(1 << 30)
 _FAR = tl.constexpr(-(1 << 30))  # below every room, and a mask for the sign of what is not below it
 
@@ -142,7 +144,7 @@ def _record(blocks, costs):
 @triton.jit
 def _step(record, room, above, opened, slot, costs, FORM: tl.constexpr):
     """Pours one tile into the open slot and fresh ones; returns what is left of the slot then open, and slots opened."""
-    need, blocks, behind = record
+    need, blocks, behind = record[0], record[1], record[2]
     block, piece = costs[0], costs[1]
     capacity, most = slot[0], slot[1]
     fit_room = room - need
@@ -213,25 +215,62 @@ def store_records(scratch_ptr, counted, tile, blocks, rank, costs):
     need, cost, behind = _record(blocks, costs)
     mask = blocks > 0
     tl.store(_wide(scratch_ptr) + rank, (need.to(tl.int64) << 32) | cost.to(tl.int64), mask=mask)
-    tl.store(scratch_ptr + 2 * counted + rank, behind, mask=mask)
-    tl.store(scratch_ptr + 3 * counted + rank, tile, mask=mask)
+    tl.store(scratch_ptr + 3 * counted + rank, behind, mask=mask)
+    tl.store(scratch_ptr + 2 * counted + rank, tile, mask=mask)
 
 
 @triton.jit
-def _load_record(scratch_ptr, index, counted, mask):
-    wide = tl.load(_wide(scratch_ptr) + index, mask=mask)
-    behind = tl.load(scratch_ptr + 2 * counted + index, mask=mask)
+def _join_records(need, behind, other_need, other_behind):
+    return need + other_need, tl.minimum(behind, other_behind)
+
+
+@triton.jit
+def survey_records(scratch_ptr, counted, BLOCK: tl.constexpr):
+    """What all tiles cost as a whole, and what the blocks but one cost of the tile that has the fewest.
+
+    Brings the records to where the walk finds them soon, too: the walk comes to a line of memory before a load of it
+    that was begun some tiles ahead is back.
+    """
+    total = tl.zeros([], tl.int64)
+    fewest = _NONE
+    for base in range(0, counted, BLOCK):
+        index = base + tl.arange(0, BLOCK)
+        inside = index < counted
+        need = tl.load(scratch_ptr + 2 * index + 1, mask=inside, other=0)  # the upper half
+        behind = tl.load(scratch_ptr + 3 * counted + index, mask=inside, other=_NONE)
+        need, behind = tl.reduce((need.to(tl.int64), behind), 0, _join_records)
+        total += need
+        fewest = tl.minimum(fewest, behind)
+    return total, fewest
+
+
+@triton.jit
+def _load_record(scratch_ptr, index, counted):
+    wide = tl.load(_wide(scratch_ptr) + index)
+    behind = tl.load(scratch_ptr + 3 * counted + index)
     return (wide >> 32).to(tl.int32), wide.to(tl.int32), behind
 
 
 @triton.jit
 def _load_chunk(scratch_ptr, begin, counted):
-    """The records of a chunk for every lane; where it does not end before `counted`, others of no use."""
-    first = tl.minimum(begin, counted - CHUNK) + tl.zeros([LANES], tl.int32)
+    """The records of the chunks that begin at some tiles; where one does not end before `counted`, others of no use."""
+    first = tl.minimum(begin, counted - CHUNK)
     records = ()
     for at in tl.static_range(CHUNK):
         # Triton adds tuples, and unpacks none.
-        records = records + (_load_record(scratch_ptr, first + at, counted, None),)  # type: ignore[assignment]  # noqa: RUF005
+        records = records + (_load_record(scratch_ptr, first + at, counted),)  # type: ignore[assignment]  # noqa: RUF005
+    return records
+
+
+@triton.jit
+def _load_tail(scratch_ptr, begin, counted):
+    """The records of chunks and the numbers of their tiles; of no use from `counted` on."""
+    records = ()
+    for at in tl.static_range(CHUNK):
+        index = tl.minimum(begin + at, counted - 1)
+        need, blocks, behind = _load_record(scratch_ptr, index, counted)
+        tile = tl.load(scratch_ptr + 2 * counted + index)
+        records = records + ((need, blocks, behind, tile),)  # type: ignore[assignment]  # noqa: RUF005
     return records
 
 
@@ -265,30 +304,29 @@ def _keep(kept_ptr, begin, room):
 def _walk(scratch_ptr, counted, slot, costs, FORM: tl.constexpr):
     """Pours all tiles in every lane; returns the slots opened. Keeps the rooms of all lanes wherever a group begins."""
     lane = tl.arange(0, LANES)
-    opened = tl.zeros([LANES], tl.int32)
+    nothing = tl.zeros([LANES], tl.int32)
     gap, offset = _gap(slot, costs)
     if FORM == LARGE:
         # An empty slot is one that is full, but for being counted.
-        state = (opened, opened, opened - 1)
+        state = (nothing, nothing, nothing - 1)
     else:
-        state = (slot[0], offset, opened)
-        offset = opened
+        state = (slot[0], offset, nothing)
+        offset = nothing
     kept_ptr = scratch_ptr + 4 * counted + lane
     whole = counted // (2 * CHUNK) * (2 * CHUNK)
     if whole > 0:
         # While one chunk is poured, the next one is on its way.
-        even = _load_chunk(scratch_ptr, 0, counted)
-        odd = _load_chunk(scratch_ptr, CHUNK, counted)
+        even = _load_chunk(scratch_ptr, nothing, counted)
+        odd = _load_chunk(scratch_ptr, nothing + CHUNK, counted)
         for begin in range(0, whole, 2 * CHUNK):
             _keep(kept_ptr, begin, state[0] + offset)
             state = _pour_chunk(even, state, slot, costs, gap, FORM)
-            even = _load_chunk(scratch_ptr, begin + 2 * CHUNK, counted)
+            even = _load_chunk(scratch_ptr, nothing + begin + 2 * CHUNK, counted)
             state = _pour_chunk(odd, state, slot, costs, gap, FORM)
-            odd = _load_chunk(scratch_ptr, begin + 3 * CHUNK, counted)
+            odd = _load_chunk(scratch_ptr, nothing + begin + 3 * CHUNK, counted)
     for index in range(whole, counted):
         _keep(kept_ptr, index, state[0] + offset)
-        record = _load_record(scratch_ptr, index + lane * 0, counted, None)
-        state = _pour_one(record, state, slot, costs, gap, FORM)
+        state = _pour_one(_load_record(scratch_ptr, nothing + index, counted), state, slot, costs, gap, FORM)
     return state[2]
 
 
@@ -296,7 +334,7 @@ def _walk(scratch_ptr, counted, slot, costs, FORM: tl.constexpr):
 def least_capacity(scratch_ptr, counted, num_slots, fewest, longest, low, step, costs):
     """The least of `low + j * step` under which the fill of `counted` tiles needs at most `num_slots` slots, and its j.
 
-    `fewest` and `longest` are the fewest and the most blocks of a tile. Leaves the rooms of all lanes wherever a group
+    `fewest` is what the blocks but one cost of the tile that has the fewest, `longest` the most blocks of one. Leaves the rooms of all lanes wherever a group
     but the first begins.
     """
     lane = tl.arange(0, LANES)
@@ -304,12 +342,12 @@ def least_capacity(scratch_ptr, counted, num_slots, fewest, longest, low, step, 
     high = low + (LANES - 1) * step
     if low >= _whole_cost(longest, costs):
         opened = _walk(scratch_ptr, counted, slot, costs, FORM=SHORT)
-    elif (high < _whole_cost(fewest, costs)) & (high - costs[1] < fewest * costs[0]):
+    elif (high < costs[2] + costs[0] + fewest) & (high - costs[1] < fewest + costs[0]):
         opened = _walk(scratch_ptr, counted, slot, costs, FORM=LARGE)
     else:
         opened = _walk(scratch_ptr, counted, slot, costs, FORM=ANY)
     # A tile of one block cannot be cut.
-    enough = (opened < num_slots) & ((fewest > 1) | (_whole_cost(1, costs) <= slot[0]))
+    enough = (opened < num_slots) & ((fewest > 0) | (_whole_cost(1, costs) <= slot[0]))
     taken = tl.min(tl.where(enough, lane, LANES - 1), 0)
     return low + taken * step, taken
 
@@ -318,22 +356,23 @@ def least_capacity(scratch_ptr, counted, num_slots, fewest, longest, low, step, 
 def find_rooms_of_fill(scratch_ptr, rooms_ptr, counted, taken, slot, costs):
     """Writes the room that every tile finds at the tile's place; none for empty tiles."""
     kept_ptr = scratch_ptr + 4 * counted + taken
-    for base in range(0, counted, LANES * GROUP):
-        group = base // GROUP + tl.arange(0, LANES)
-        begin = group * GROUP
-        room = tl.load(kept_ptr + (group - 1) * LANES, mask=(group > 0) & (begin < counted), other=0)
-        room = tl.where(group > 0, room, slot[0])
+    for base in range(0, counted, _GROUPS * GROUP):
+        at = base // GROUP + tl.arange(0, _GROUPS) - 1
+        begin = (at + 1) * GROUP
+        room = tl.load(kept_ptr + at * LANES, mask=(at >= 0) & (begin < counted), other=0)
+        room = tl.where(at >= 0, room, slot[0])
         above = above_of(room, costs)
-        record = _load_record(scratch_ptr, begin, counted, begin < counted)
-        tile = tl.load(scratch_ptr + 3 * counted + begin, mask=begin < counted, other=0)
-        for at in range(GROUP):
-            index = begin + at
-            next_record = _load_record(scratch_ptr, index + 1, counted, index + 1 < counted)
-            next_tile = tl.load(scratch_ptr + 3 * counted + index + 1, mask=index + 1 < counted, other=0)
-            tl.store(rooms_ptr + tile, room, mask=index < counted)
-            room, above, _ = _step(record, room, above, tl.zeros([LANES], tl.int32), slot, costs, ANY)
-            record = next_record
-            tile = next_tile
+        following = _load_tail(scratch_ptr, begin, counted)
+        for done in range(0, GROUP, CHUNK):
+            records = following
+            following = _load_tail(scratch_ptr, begin + done + CHUNK, counted)
+            rooms = ()
+            for step in tl.static_range(CHUNK):
+                rooms = rooms + (room,)  # type: ignore[assignment]  # noqa: RUF005
+                room, above, _ = _step(records[step], room, above, tl.zeros([_GROUPS], tl.int32), slot, costs, ANY)
+            # Behind the steps, which would wait for the tiles' numbers else.
+            for step in tl.static_range(CHUNK):
+                tl.store(rooms_ptr + records[step][3], rooms[step], mask=begin + done + step < counted)
 
 
 @triton.jit
