@@ -34,10 +34,10 @@ import triton.language as tl
 
 LANES = tl.constexpr(64)
 GROUP = tl.constexpr(16)
-CHUNK = tl.constexpr(4)
-_GROUPS = tl.constexpr(128)  # groups that are walked at the same time
+_GROUPS = tl.constexpr(64)  # groups that are walked at the same time
 _NONE = tl.constexpr((1 << 31) - 1)
 _MANY = tl.constexpr(1 << 30)
+_SIGN = tl.constexpr(-(1 << 31))
 _FAR = tl.constexpr(-(1 << 30))  # below every room, and a mask for the sign of what is not below it
 
 # The forms of a step.
@@ -142,61 +142,87 @@ def _record(blocks, costs):
 
 
 @triton.jit
-def _step(record, room, above, opened, slot, costs, FORM: tl.constexpr):
-    """Pours one tile into the open slot and fresh ones; returns what is left of the slot then open, and slots opened."""
+def _prepare(record, slot, costs, FORM: tl.constexpr):
+    """What of a step depends on the tile and the capacity alone."""
     need, blocks, behind = record[0], record[1], record[2]
     block, piece = costs[0], costs[1]
-    capacity, most = slot[0], slot[1]
-    fit_room = room - need
-    bare_room = capacity - need
-    top = capacity - piece - blocks
-    is_crowded = _below_zero(fit_room)
-    taken = room - above
-    # The open slot takes no block. A tile of one block is never cut.
-    is_bare = _below_zero(taken + (((behind - 1) & _FAR) - (piece + block)))
-    if FORM == SHORT:
-        cut_room = taken + (top - piece)
-        fresh = is_crowded & 1
-        is_whole = is_bare
+    if FORM == LARGE:
+        full = _divide(blocks, slot[2], slot[3])
+        ready = (blocks - full * slot[1] + _gap(slot, costs), full)
     else:
-        # Were all of it to go to fresh slots, but not as a single piece: full pieces, and the rest behind the last one.
-        most = tl.minimum(most, behind)
-        full = tl.maximum(_divide(behind, slot[2], slot[3]), 1)
-        last_room = top + full * most
-        is_large = _below_zero(bare_room)
-        bare_room = _least(bare_room, last_room)
-        # What the open slot takes is missing from the last piece, which then may be the one before.
-        cut_room = taken + (last_room - piece)
-        before = cut_room - most
-        fresh = _choose(is_bare, (full & is_large) + 1, full - _below_zero(before)) & is_crowded
-        cut_room = _least(cut_room, before)
-        is_whole = is_bare & ~is_large
-    # The last piece has a block at least.
-    room = _least(_least(fit_room, top + behind), _choose(is_bare, bare_room, cut_room))
-    above = _choose(is_crowded, _choose(is_whole, slot[5], slot[4]), _wrap(above - costs[6], block))
-    return room, above, opened + fresh
+        top = slot[0] - piece - blocks
+        bare_room = slot[0] - need
+        # The open slot is below this if it takes no block. A tile of one block is never cut.
+        least_taken = piece + block
+        if FORM == ANY:
+            least_taken -= (behind - 1) & _FAR
+        ready = (need, top + behind, least_taken, bare_room, top - piece)
+        if FORM == ANY:
+            # Were all of it to go to fresh slots, but not as a single piece: full pieces, and the rest behind the last.
+            most = tl.minimum(slot[1], behind)
+            full = tl.maximum(_divide(behind, slot[2], slot[3]), 1)
+            last_room = top + full * most
+            is_large = _below_zero(bare_room)
+            ready = (  # type: ignore[assignment]
+                need,
+                top + behind,
+                least_taken,
+                _least(bare_room, last_room),
+                last_room - piece,
+                most,
+                full,
+                (full & is_large) + 1,
+                is_large,
+            )
+    return ready
 
 
 @triton.jit
-def _step_large(blocks, free, opened, slot, gap):
+def _step(ready, room, above, opened, slot, costs, FORM: tl.constexpr):
+    """Pours one tile into the open slot and fresh ones; returns what is left of the slot then open, and slots opened."""
+    fit_room = room - ready[0]
+    taken = room - above
+    is_bare = _below_zero(taken - ready[2])
+    cut_room = taken + ready[4]
+    if FORM == SHORT:
+        is_whole = is_bare
+        opened -= _below_zero(fit_room)
+    else:
+        # What the open slot takes is missing from the last piece, which then may be the one before.
+        before = cut_room - ready[5]
+        opened += _choose(is_bare, ready[7], ready[6] - _below_zero(before)) & _below_zero(fit_room)
+        cut_room = _least(cut_room, before)
+        is_whole = is_bare & ~ready[8]
+    # The last piece has a block at least.
+    room = _least(_least(fit_room, ready[1]), _choose(is_bare, ready[3], cut_room))
+    # `_least` takes the one of these two that has no sign put in front.
+    fit_above = _wrap(above - costs[6], costs[0]) | (fit_room & _SIGN)
+    fill_above = _choose(is_whole, slot[5], slot[4]) | (~fit_room & _SIGN)
+    return room, _least(fit_above, fill_above), opened
+
+
+@triton.jit
+def _step_large(ready, free, opened, slot, gap):
     """The same for a tile that fits no slot and has more blocks than one holds.
 
     `free` is what blocks of the room a piece leaves could be filled with were it not for the next piece's fixed cost,
     of which those are lost that `gap` says.
     """
-    most = slot[1]
-    full = _divide(blocks, slot[2], slot[3])
-    missing = blocks - full * most + gap
     usable = tl.maximum(free, gap)
-    short = usable - missing
-    return _least(short, usable - (missing - most)), opened + full - _below_zero(short)
+    short = usable - ready[0]
+    return _least(short, usable - (ready[0] - slot[1])), opened + ready[1] - _below_zero(short)
 
 
 @triton.jit
 def _gap(slot, costs):
-    """What `_step_large` has to know of a slot, and what its rooms are above what it goes on with."""
-    bare = slot[0] - costs[1]
-    return slot[1] - (bare - costs[1] - slot[4]), bare - slot[1]
+    """What a full piece's blocks cost above those of a piece behind another one."""
+    return slot[1] - (slot[0] - 2 * costs[1] - slot[4])
+
+
+@triton.jit
+def _full_room(slot, costs):
+    """The room behind a piece that fills a slot."""
+    return slot[0] - costs[1] - slot[1]
 
 
 @triton.jit
@@ -245,88 +271,87 @@ def survey_records(scratch_ptr, counted, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load_record(scratch_ptr, index, counted):
-    wide = tl.load(_wide(scratch_ptr) + index)
-    behind = tl.load(scratch_ptr + 3 * counted + index)
-    return (wide >> 32).to(tl.int32), wide.to(tl.int32), behind
-
-
-@triton.jit
-def _load_chunk(scratch_ptr, begin, counted):
-    """The records of the chunks that begin at some tiles; where one does not end before `counted`, others of no use."""
+def _load_chunk(scratch_ptr, begin, counted, CHUNK: tl.constexpr):
+    """The records of a chunk; of use only if it ends before `counted`, which is a chunk's tiles at least."""
     first = tl.minimum(begin, counted - CHUNK)
     records = ()
     for at in tl.static_range(CHUNK):
+        wide = tl.load(_wide(scratch_ptr) + first + at)
+        behind = tl.load(scratch_ptr + 3 * counted + first + at)
         # Triton adds tuples, and unpacks none.
-        records = records + (_load_record(scratch_ptr, first + at, counted),)  # type: ignore[assignment]  # noqa: RUF005
+        records = records + (((wide >> 32).to(tl.int32), wide.to(tl.int32), behind),)  # type: ignore[assignment]  # noqa: RUF005
     return records
 
 
 @triton.jit
-def _load_tail(scratch_ptr, begin, counted):
-    """The records of chunks and the numbers of their tiles; of no use from `counted` on."""
+def _load_last_chunk(scratch_ptr, begin, counted, CHUNK: tl.constexpr):
+    """The records of a chunk, and from `counted` on those of tiles that cost nothing."""
     records = ()
     for at in tl.static_range(CHUNK):
-        index = tl.minimum(begin + at, counted - 1)
-        need, blocks, behind = _load_record(scratch_ptr, index, counted)
-        tile = tl.load(scratch_ptr + 2 * counted + index)
-        records = records + ((need, blocks, behind, tile),)  # type: ignore[assignment]  # noqa: RUF005
+        index = begin + at
+        wide = tl.load(_wide(scratch_ptr) + index, mask=index < counted, other=0)
+        behind = tl.load(scratch_ptr + 3 * counted + index, mask=index < counted, other=0)
+        records = records + (((wide >> 32).to(tl.int32), wide.to(tl.int32), behind),)  # type: ignore[assignment]  # noqa: RUF005
     return records
 
 
 @triton.jit
-def _pour_one(record, state, slot, costs, gap, FORM: tl.constexpr):
-    room, above, opened = state
-    if FORM == LARGE:
-        room, opened = _step_large(record[1], room, opened, slot, gap)
-    else:
-        room, above, opened = _step(record, room, above, opened, slot, costs, FORM)
-    return room, above, opened
+def _prepare_chunk(records, slot, costs, FORM: tl.constexpr, CHUNK: tl.constexpr):
+    ready = ()
+    for at in tl.static_range(CHUNK):
+        ready = ready + (_prepare(records[at], slot, costs, FORM),)  # type: ignore[assignment]  # noqa: RUF005
+    return ready
 
 
 @triton.jit
-def _pour_chunk(records, state, slot, costs, gap, FORM: tl.constexpr):
-    for at in tl.static_range(CHUNK):
-        state = _pour_one(records[at], state, slot, costs, gap, FORM)
+def _pour_chunk(records, state, slot, costs, gap, FORM: tl.constexpr, CHUNK: tl.constexpr):
+    ready = _prepare_chunk(records, slot, costs, FORM, CHUNK)
     room, above, opened = state
+    for at in tl.static_range(CHUNK):
+        if FORM == LARGE:
+            room, opened = _step_large(ready[at], room, opened, slot, gap)
+        else:
+            room, above, opened = _step(ready[at], room, above, opened, slot, costs, FORM)
     # A capacity far too small opens so many slots that their number passes 32 bits.
     return room, above, tl.minimum(opened, _MANY)
 
 
 @triton.jit
 def _keep(kept_ptr, begin, room):
-    """Keeps the rooms of all lanes if a group but the first begins here."""
+    """Keeps the rooms of all lanes if a group begins here."""
     first = tl.zeros([LANES], tl.int32) + begin
-    tl.store(kept_ptr + (begin // GROUP - 1) * LANES, room, mask=(first % GROUP == 0) & (first > 0))
+    tl.store(kept_ptr + (begin // GROUP - 1) * LANES, room, mask=first % GROUP == 0)
 
 
 @triton.jit
 def _walk(scratch_ptr, counted, slot, costs, FORM: tl.constexpr):
     """Pours all tiles in every lane; returns the slots opened. Keeps the rooms of all lanes wherever a group begins."""
-    lane = tl.arange(0, LANES)
+    CHUNK: tl.constexpr = 8 if FORM == LARGE else 4
     nothing = tl.zeros([LANES], tl.int32)
-    gap, offset = _gap(slot, costs)
+    gap = _gap(slot, costs)
+    offset = _full_room(slot, costs)
     if FORM == LARGE:
         # An empty slot is one that is full, but for being counted.
         state = (nothing, nothing, nothing - 1)
     else:
         state = (slot[0], offset, nothing)
         offset = nothing
-    kept_ptr = scratch_ptr + 4 * counted + lane
+    kept_ptr = scratch_ptr + 4 * counted + tl.arange(0, LANES)
     whole = counted // (2 * CHUNK) * (2 * CHUNK)
     if whole > 0:
         # While one chunk is poured, the next one is on its way.
-        even = _load_chunk(scratch_ptr, nothing, counted)
-        odd = _load_chunk(scratch_ptr, nothing + CHUNK, counted)
+        even = _load_chunk(scratch_ptr, nothing, counted, CHUNK)
+        odd = _load_chunk(scratch_ptr, nothing + CHUNK, counted, CHUNK)
         for begin in range(0, whole, 2 * CHUNK):
-            _keep(kept_ptr, begin, state[0] + offset)
-            state = _pour_chunk(even, state, slot, costs, gap, FORM)
-            even = _load_chunk(scratch_ptr, nothing + begin + 2 * CHUNK, counted)
-            state = _pour_chunk(odd, state, slot, costs, gap, FORM)
-            odd = _load_chunk(scratch_ptr, nothing + begin + 3 * CHUNK, counted)
-    for index in range(whole, counted):
-        _keep(kept_ptr, index, state[0] + offset)
-        state = _pour_one(_load_record(scratch_ptr, nothing + index, counted), state, slot, costs, gap, FORM)
+            state = _pour_chunk(even, state, slot, costs, gap, FORM, CHUNK)
+            even = _load_chunk(scratch_ptr, nothing + begin + 2 * CHUNK, counted, CHUNK)
+            state = _pour_chunk(odd, state, slot, costs, gap, FORM, CHUNK)
+            odd = _load_chunk(scratch_ptr, nothing + begin + 3 * CHUNK, counted, CHUNK)
+            # Behind the loads, which would wait for the store else.
+            _keep(kept_ptr, begin + 2 * CHUNK, state[0] + offset)
+    for begin in range(whole, counted, CHUNK):
+        records = _load_last_chunk(scratch_ptr, nothing + begin, counted, CHUNK)
+        state = _pour_chunk(records, state, slot, costs, gap, FORM, CHUNK)
     return state[2]
 
 
@@ -340,7 +365,8 @@ def least_capacity(scratch_ptr, counted, num_slots, fewest, longest, low, step, 
     lane = tl.arange(0, LANES)
     slot = slot_words(low + lane * step, costs)
     high = low + (LANES - 1) * step
-    if low >= _whole_cost(longest, costs):
+    # A tile of one block that could be cut, because a piece's fixed cost is less than its own, is not what it is for.
+    if (low >= _whole_cost(longest, costs)) & ((fewest > 0) | (costs[1] >= costs[2])):
         opened = _walk(scratch_ptr, counted, slot, costs, FORM=SHORT)
     elif (high < costs[2] + costs[0] + fewest) & (high - costs[1] < fewest + costs[0]):
         opened = _walk(scratch_ptr, counted, slot, costs, FORM=LARGE)
@@ -356,23 +382,27 @@ def least_capacity(scratch_ptr, counted, num_slots, fewest, longest, low, step, 
 def find_rooms_of_fill(scratch_ptr, rooms_ptr, counted, taken, slot, costs):
     """Writes the room that every tile finds at the tile's place; none for empty tiles."""
     kept_ptr = scratch_ptr + 4 * counted + taken
+    CHUNK: tl.constexpr = 4
+    nothing = tl.zeros([_GROUPS], tl.int32)
     for base in range(0, counted, _GROUPS * GROUP):
         at = base // GROUP + tl.arange(0, _GROUPS) - 1
         begin = (at + 1) * GROUP
+        ready = _prepare_chunk(_load_last_chunk(scratch_ptr, begin, counted, CHUNK), slot, costs, ANY, CHUNK)
         room = tl.load(kept_ptr + at * LANES, mask=(at >= 0) & (begin < counted), other=0)
         room = tl.where(at >= 0, room, slot[0])
         above = above_of(room, costs)
-        following = _load_tail(scratch_ptr, begin, counted)
         for done in range(0, GROUP, CHUNK):
-            records = following
-            following = _load_tail(scratch_ptr, begin + done + CHUNK, counted)
+            following = _load_last_chunk(scratch_ptr, begin + done + CHUNK, counted, CHUNK)
             rooms = ()
             for step in tl.static_range(CHUNK):
                 rooms = rooms + (room,)  # type: ignore[assignment]  # noqa: RUF005
-                room, above, _ = _step(records[step], room, above, tl.zeros([_GROUPS], tl.int32), slot, costs, ANY)
+                room, above, _ = _step(ready[step], room, above, nothing, slot, costs, ANY)
             # Behind the steps, which would wait for the tiles' numbers else.
             for step in tl.static_range(CHUNK):
-                tl.store(rooms_ptr + records[step][3], rooms[step], mask=begin + done + step < counted)
+                index = begin + done + step
+                tile = tl.load(scratch_ptr + 2 * counted + index, mask=index < counted, other=0)
+                tl.store(rooms_ptr + tile, rooms[step], mask=index < counted)
+            ready = _prepare_chunk(following, slot, costs, ANY, CHUNK)
 
 
 @triton.jit
