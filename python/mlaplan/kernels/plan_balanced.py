@@ -302,9 +302,7 @@ def balanced_kernel(
     load, fewest = survey_records(work_info_ptr, counted, BLOCK)
     low = tl.maximum(((load + num_slots - 1) // num_slots).to(tl.int32), piece + block)
     step = tl.maximum((span + LANES - 2) // (LANES - 1), 1)
-    capacity, lane = least_capacity(
-        work_info_ptr, counted, num_slots, fewest, longest_blocks, low, step, costs
-    )
+    capacity, lane = least_capacity(work_info_ptr, counted, num_slots, fewest, longest_blocks, low, step, costs)
     slot = slot_words(capacity, costs)
     takes_walk = False
     if _walk_is_longer(first_cost, first_is_cut, longest, share, capacity, per_block, costs, cut) == 0:

@@ -34,6 +34,7 @@ import triton.language as tl
 
 LANES = tl.constexpr(64)
 GROUP = tl.constexpr(16)
+CHUNK = tl.constexpr(4)
 _GROUPS = tl.constexpr(64)  # groups that are walked at the same time
 _NONE = tl.constexpr((1 << 31) - 1)
 _MANY = tl.constexpr(1 << 30)
@@ -146,40 +147,37 @@ def _prepare(record, slot, costs, FORM: tl.constexpr):
     """What of a step depends on the tile and the capacity alone."""
     need, blocks, behind = record[0], record[1], record[2]
     block, piece = costs[0], costs[1]
+    top = slot[0] - piece - blocks
+    bare_room = slot[0] - need
     if FORM == LARGE:
         full = _divide(blocks, slot[2], slot[3])
         ready = (blocks - full * slot[1] + _gap(slot, costs), full)
+    elif FORM == SHORT:
+        ready = (need, top + behind, piece + block, bare_room, top - piece)  # type: ignore[assignment]
     else:
-        top = slot[0] - piece - blocks
-        bare_room = slot[0] - need
-        # The open slot is below this if it takes no block. A tile of one block is never cut.
-        least_taken = piece + block
-        if FORM == ANY:
-            least_taken -= (behind - 1) & _FAR
-        ready = (need, top + behind, least_taken, bare_room, top - piece)
-        if FORM == ANY:
-            # Were all of it to go to fresh slots, but not as a single piece: full pieces, and the rest behind the last.
-            most = tl.minimum(slot[1], behind)
-            full = tl.maximum(_divide(behind, slot[2], slot[3]), 1)
-            last_room = top + full * most
-            is_large = _below_zero(bare_room)
-            ready = (  # type: ignore[assignment]
-                need,
-                top + behind,
-                least_taken,
-                _least(bare_room, last_room),
-                last_room - piece,
-                most,
-                full,
-                (full & is_large) + 1,
-                is_large,
-            )
+        # Were all of it to go to fresh slots, but not as a single piece: full pieces, and the rest behind the last one.
+        most = tl.minimum(slot[1], behind)
+        full = tl.maximum(_divide(behind, slot[2], slot[3]), 1)
+        last_room = top + full * most
+        is_large = _below_zero(bare_room)
+        ready = (  # type: ignore[assignment]
+            need,
+            top + behind,
+            # The open slot is below this if it takes no block. A tile of one block is never cut.
+            piece + block - ((behind - 1) & _FAR),
+            _least(bare_room, last_room),
+            last_room - piece,
+            most,
+            full,
+            (full & is_large) + 1,
+            is_large,
+        )
     return ready
 
 
 @triton.jit
 def _step(ready, room, above, opened, slot, costs, FORM: tl.constexpr):
-    """Pours one tile into the open slot and fresh ones; returns what is left of the slot then open, and slots opened."""
+    """Pours one tile into the open slot and fresh ones; returns the state of the slot then open, and slots opened."""
     fit_room = room - ready[0]
     taken = room - above
     is_bare = _below_zero(taken - ready[2])
@@ -271,7 +269,7 @@ def survey_records(scratch_ptr, counted, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load_chunk(scratch_ptr, begin, counted, CHUNK: tl.constexpr):
+def _load_chunk(scratch_ptr, begin, counted):
     """The records of a chunk; of use only if it ends before `counted`, which is a chunk's tiles at least."""
     first = tl.minimum(begin, counted - CHUNK)
     records = ()
@@ -284,7 +282,7 @@ def _load_chunk(scratch_ptr, begin, counted, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _load_last_chunk(scratch_ptr, begin, counted, CHUNK: tl.constexpr):
+def _load_last_chunk(scratch_ptr, begin, counted):
     """The records of a chunk, and from `counted` on those of tiles that cost nothing."""
     records = ()
     for at in tl.static_range(CHUNK):
@@ -296,7 +294,7 @@ def _load_last_chunk(scratch_ptr, begin, counted, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _prepare_chunk(records, slot, costs, FORM: tl.constexpr, CHUNK: tl.constexpr):
+def _prepare_chunk(records, slot, costs, FORM: tl.constexpr):
     ready = ()
     for at in tl.static_range(CHUNK):
         ready = ready + (_prepare(records[at], slot, costs, FORM),)  # type: ignore[assignment]  # noqa: RUF005
@@ -304,10 +302,9 @@ def _prepare_chunk(records, slot, costs, FORM: tl.constexpr, CHUNK: tl.constexpr
 
 
 @triton.jit
-def _pour_chunk(records, state, slot, costs, gap, FORM: tl.constexpr, CHUNK: tl.constexpr):
-    ready = _prepare_chunk(records, slot, costs, FORM, CHUNK)
+def _pour_chunk(ready, state, slot, costs, gap, FORM: tl.constexpr):
     room, above, opened = state
-    for at in tl.static_range(CHUNK):
+    for at in tl.static_range(len(ready)):
         if FORM == LARGE:
             room, opened = _step_large(ready[at], room, opened, slot, gap)
         else:
@@ -324,34 +321,59 @@ def _keep(kept_ptr, begin, room):
 
 
 @triton.jit
-def _walk(scratch_ptr, counted, slot, costs, FORM: tl.constexpr):
-    """Pours all tiles in every lane; returns the slots opened. Keeps the rooms of all lanes wherever a group begins."""
-    CHUNK: tl.constexpr = 8 if FORM == LARGE else 4
+def _first_state(slot, costs, FORM: tl.constexpr):
+    """What goes from tile to tile, before the first one, and what a room is above the first number of that."""
     nothing = tl.zeros([LANES], tl.int32)
-    gap = _gap(slot, costs)
-    offset = _full_room(slot, costs)
+    full = _full_room(slot, costs)
     if FORM == LARGE:
         # An empty slot is one that is full, but for being counted.
-        state = (nothing, nothing, nothing - 1)
+        state, offset = (nothing, nothing, nothing - 1), full
     else:
-        state = (slot[0], offset, nothing)
-        offset = nothing
+        state, offset = (slot[0], full, nothing), nothing
+    return state, offset
+
+
+@triton.jit
+def _walk(scratch_ptr, counted, slot, costs, FORM: tl.constexpr):
+    """Pours all tiles in every lane; returns the slots opened. Keeps the rooms of all lanes wherever a group begins."""
+    nothing = tl.zeros([LANES], tl.int32)
+    gap = _gap(slot, costs)
+    state, offset = _first_state(slot, costs, FORM)
     kept_ptr = scratch_ptr + 4 * counted + tl.arange(0, LANES)
     whole = counted // (2 * CHUNK) * (2 * CHUNK)
     if whole > 0:
         # While one chunk is poured, the next one is on its way.
-        even = _load_chunk(scratch_ptr, nothing, counted, CHUNK)
-        odd = _load_chunk(scratch_ptr, nothing + CHUNK, counted, CHUNK)
+        even = _load_chunk(scratch_ptr, nothing, counted)
+        odd = _load_chunk(scratch_ptr, nothing + CHUNK, counted)
         for begin in range(0, whole, 2 * CHUNK):
-            state = _pour_chunk(even, state, slot, costs, gap, FORM, CHUNK)
-            even = _load_chunk(scratch_ptr, nothing + begin + 2 * CHUNK, counted, CHUNK)
-            state = _pour_chunk(odd, state, slot, costs, gap, FORM, CHUNK)
-            odd = _load_chunk(scratch_ptr, nothing + begin + 3 * CHUNK, counted, CHUNK)
+            state = _pour_chunk(_prepare_chunk(even, slot, costs, FORM), state, slot, costs, gap, FORM)
+            even = _load_chunk(scratch_ptr, nothing + begin + 2 * CHUNK, counted)
+            state = _pour_chunk(_prepare_chunk(odd, slot, costs, FORM), state, slot, costs, gap, FORM)
+            odd = _load_chunk(scratch_ptr, nothing + begin + 3 * CHUNK, counted)
             # Behind the loads, which would wait for the store else.
             _keep(kept_ptr, begin + 2 * CHUNK, state[0] + offset)
     for begin in range(whole, counted, CHUNK):
-        records = _load_last_chunk(scratch_ptr, nothing + begin, counted, CHUNK)
-        state = _pour_chunk(records, state, slot, costs, gap, FORM, CHUNK)
+        records = _load_last_chunk(scratch_ptr, nothing + begin, counted)
+        state = _pour_chunk(_prepare_chunk(records, slot, costs, FORM), state, slot, costs, gap, FORM)
+    return state[2]
+
+
+@triton.jit
+def _walk_equal(scratch_ptr, counted, blocks, slot, costs):
+    """The same in the form LARGE for tiles that all have so many blocks: there is nothing to load or to prepare."""
+    nothing = tl.zeros([LANES], tl.int32)
+    gap = _gap(slot, costs)
+    state, offset = _first_state(slot, costs, LARGE)
+    kept_ptr = scratch_ptr + 4 * counted + tl.arange(0, LANES)
+    ready = _prepare(_record(blocks + nothing, costs), slot, costs, LARGE)
+    four = (ready, ready, ready, ready)
+    whole = counted // 8 * 8
+    for begin in range(0, whole, 8):
+        state = _pour_chunk(four, state, slot, costs, gap, LARGE)
+        state = _pour_chunk(four, state, slot, costs, gap, LARGE)
+        _keep(kept_ptr, begin + 8, state[0] + offset)
+    for _ in range(whole, counted):
+        state = _pour_chunk((ready,), state, slot, costs, gap, LARGE)
     return state[2]
 
 
@@ -359,16 +381,20 @@ def _walk(scratch_ptr, counted, slot, costs, FORM: tl.constexpr):
 def least_capacity(scratch_ptr, counted, num_slots, fewest, longest, low, step, costs):
     """The least of `low + j * step` under which the fill of `counted` tiles needs at most `num_slots` slots, and its j.
 
-    `fewest` is what the blocks but one cost of the tile that has the fewest, `longest` the most blocks of one. Leaves the rooms of all lanes wherever a group
-    but the first begins.
+    `fewest` is what the blocks but one cost of the tile that has fewest, `longest` the most blocks of one. Leaves the
+    rooms of all lanes wherever a group but the first begins.
     """
     lane = tl.arange(0, LANES)
     slot = slot_words(low + lane * step, costs)
     high = low + (LANES - 1) * step
     # A tile of one block that could be cut, because a piece's fixed cost is less than its own, is not what it is for.
-    if (low >= _whole_cost(longest, costs)) & ((fewest > 0) | (costs[1] >= costs[2])):
+    is_short = (low >= _whole_cost(longest, costs)) & ((fewest > 0) | (costs[1] >= costs[2]))
+    is_large = (high < costs[2] + costs[0] + fewest) & (high - costs[1] < fewest + costs[0])
+    if is_short:
         opened = _walk(scratch_ptr, counted, slot, costs, FORM=SHORT)
-    elif (high < costs[2] + costs[0] + fewest) & (high - costs[1] < fewest + costs[0]):
+    elif is_large & (fewest == (longest - 1) * costs[0]):
+        opened = _walk_equal(scratch_ptr, counted, longest, slot, costs)
+    elif is_large:
         opened = _walk(scratch_ptr, counted, slot, costs, FORM=LARGE)
     else:
         opened = _walk(scratch_ptr, counted, slot, costs, FORM=ANY)
@@ -379,30 +405,41 @@ def least_capacity(scratch_ptr, counted, num_slots, fewest, longest, low, step, 
 
 
 @triton.jit
+def _load_few(scratch_ptr, begin, counted):
+    """Some records and the numbers of their tiles; those of the last one behind it."""
+    records = ()
+    for step in tl.static_range(CHUNK):
+        at = tl.minimum(begin + step, counted - 1)
+        wide = tl.load(_wide(scratch_ptr) + at)
+        behind = tl.load(scratch_ptr + 3 * counted + at)
+        tile = tl.load(scratch_ptr + 2 * counted + at)
+        records = records + (((wide >> 32).to(tl.int32), wide.to(tl.int32), behind, tile),)  # type: ignore[assignment]  # noqa: RUF005
+    return records
+
+
+@triton.jit
 def find_rooms_of_fill(scratch_ptr, rooms_ptr, counted, taken, slot, costs):
     """Writes the room that every tile finds at the tile's place; none for empty tiles."""
     kept_ptr = scratch_ptr + 4 * counted + taken
-    CHUNK: tl.constexpr = 4
     nothing = tl.zeros([_GROUPS], tl.int32)
     for base in range(0, counted, _GROUPS * GROUP):
         at = base // GROUP + tl.arange(0, _GROUPS) - 1
         begin = (at + 1) * GROUP
-        ready = _prepare_chunk(_load_last_chunk(scratch_ptr, begin, counted, CHUNK), slot, costs, ANY, CHUNK)
         room = tl.load(kept_ptr + at * LANES, mask=(at >= 0) & (begin < counted), other=0)
+        records = _load_few(scratch_ptr, begin, counted)
         room = tl.where(at >= 0, room, slot[0])
         above = above_of(room, costs)
         for done in range(0, GROUP, CHUNK):
-            following = _load_last_chunk(scratch_ptr, begin + done + CHUNK, counted, CHUNK)
+            following = _load_few(scratch_ptr, begin + done + CHUNK, counted)
             rooms = ()
             for step in tl.static_range(CHUNK):
                 rooms = rooms + (room,)  # type: ignore[assignment]  # noqa: RUF005
-                room, above, _ = _step(ready[step], room, above, nothing, slot, costs, ANY)
-            # Behind the steps, which would wait for the tiles' numbers else.
+                ready = _prepare(records[step], slot, costs, ANY)
+                room, above, _ = _step(ready, room, above, nothing, slot, costs, ANY)
+            # Behind the loads, which would wait for the stores else.
             for step in tl.static_range(CHUNK):
-                index = begin + done + step
-                tile = tl.load(scratch_ptr + 2 * counted + index, mask=index < counted, other=0)
-                tl.store(rooms_ptr + tile, rooms[step], mask=index < counted)
-            ready = _prepare_chunk(following, slot, costs, ANY, CHUNK)
+                tl.store(rooms_ptr + records[step][3], rooms[step], mask=begin + done + step < counted)
+            records = following
 
 
 @triton.jit
