@@ -10,9 +10,11 @@ import pytest
 from plan_cases import Arena, Case
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+from triton import language as tl
 
 from mlaplan.costs import CostTable
+from mlaplan.kernels import plan_balanced, plan_fill
 from mlaplan.kernels.plan import plan
 from mlaplan.layout import PlanParams
 
@@ -110,3 +112,29 @@ def test_the_first_slot_decides_at_its_boundary_interpreted(device: str) -> None
             params = _params(cus, table)
             for cut in (0, 1, 40, 400):
                 _check(lens, device, replace(params, cost_table=replace(table, cut=cut)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _is_longer_kernel(numbers_ptr, out_ptr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+    """Whether a slot within a tile shows it, for blocks of 16 tokens that cost 1."""
+    longest, share, capacity = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
+    nothing, one = tl.load(numbers_ptr + 3), tl.load(numbers_ptr + 4)
+    costs = plan_fill.cost_words(one, nothing, nothing)
+    per_block = plan_fill.divisor(16 * one)
+    shows = plan_balanced._walk_is_longer(nothing, nothing, longest, share, capacity, per_block, costs, nothing)
+    tl.store(out_ptr, shows.to(tl.int32))
+
+
+@pytest.mark.interpret
+def test_a_share_of_which_twice_passes_32_bits_is_in_no_tile_interpreted() -> None:
+    for share, blocks, capacity, wanted in (
+        (1 << 30, 1 << 16, 5, 0),
+        ((1 << 31) - 17, 1 << 26, 1, 0),
+        (9, 20, 9, 1),
+        (9, 20, 10, 0),
+        (9, 18, 9, 0),
+    ):
+        numbers = torch.tensor([16 * blocks, share, capacity, 0, 1], dtype=torch.int32)
+        out = torch.empty(1, dtype=torch.int32)
+        _is_longer_kernel[(1,)](numbers, out)
+        assert int(out[0]) == wanted, (share, blocks, capacity)

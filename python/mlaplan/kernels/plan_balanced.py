@@ -134,8 +134,8 @@ def _survey_tiles(
         # The slot has `share` blocks and the overhead of one tile; what is left of a piece's own overhead is its head.
         end += weight
         head = share - (end - need)
-        fits = (need > 0) & (end <= share + OVERHEAD)
-        cuts = (need > 0) & (end > share + OVERHEAD) & (head > 0)
+        fits = (need > 0) & (end - OVERHEAD <= share)
+        cuts = (need > 0) & (end - OVERHEAD > share) & (head > 0)
         head = blocks_of(tl.where(cuts, head, 0) * BLOCK_TOKENS, per_block)
         fixed = tl.where(fits, costs[2], tl.where(cuts, costs[1], 0))
         works = fixed + tl.where(fits, blocks, head) * costs[0]
@@ -202,7 +202,7 @@ def _walk_is_longer(cost, is_cut, longest, share, capacity, per_block, costs, cu
 
     A tile of more blocks than two slots share fills one with a piece.
     """
-    has_middle = longest // BLOCK_TOKENS > 2 * share
+    has_middle = longest // (2 * BLOCK_TOKENS) > share  # twice the share could pass 32 bits
     middle = costs[1] + blocks_of(tl.where(has_middle, share, 1) * BLOCK_TOKENS, per_block) * costs[0]
     by_first = cost >= capacity + tl.where(is_cut > 0, 0, cut)
     return by_first | (has_middle & (middle >= capacity))
