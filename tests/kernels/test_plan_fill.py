@@ -76,7 +76,7 @@ def test_slots_that_fill_to_the_last_and_lack_one_interpreted(device: str, whole
         # Two, three and five rows to a slot; the last of each run is off by some.
         runs = [[30, 30 + off], [20 - whole // 2] * 2 + [20 + off], [12 - whole] * 4 + [12 + 3 * whole + off]]
         lens = np.concatenate([np.array(run).clip(1) for run in runs * 3])
-        for cus in (8, 9, 10):
+        for cus in (8, 9):
             _check(lens, device, _params(cus, table, topk=64))
 
 
@@ -107,10 +107,10 @@ def test_the_first_slot_decides_at_its_boundary_interpreted(device: str) -> None
     Equal rows make that slot aiter's longest, or all but; `cut` moves the number that it is compared with.
     """
     for lens in ([160] * 9, [160, 160, 159] * 3, [40] * 20, [1600] * 5):
-        for cus in (4, 7, 13):
+        for cus in (4, 13):
             table = CostTable(block_tokens=16, block=10, piece=30, whole=25)
             params = _params(cus, table)
-            for cut in (0, 1, 40, 400):
+            for cut in (0, 1, 400):
                 _check(lens, device, replace(params, cost_table=replace(table, cut=cut)))
 
 
