@@ -16,8 +16,8 @@ pub(super) const CANDIDATES: u64 = 64;
 /// Returns the cost that every slot is filled up to, `None` for aiter's own walk, where that
 /// ends earlier than the fill would, or cuts nothing and ends no later than the fill and `cut`.
 ///
-/// `hint` is what was found for the batch before, if any, and becomes what is found for this one. It says where to look first:
-/// the result does not depend on it.
+/// `hint` is how much above an even share the cost for the batch before was, if any, and becomes that of this one. It says where to look
+/// first: the result does not depend on it.
 #[inline(never)]
 pub(super) fn capacity(
     kv_indptr: &[i32],

@@ -1,6 +1,6 @@
 //! The least candidate under which the balanced fill needs no more slots than there are.
 //!
-//! A trial of one candidate is a walk over all tiles that writes nothing; four are tried at once where all numbers are small.
+//! A trial of one candidate is a walk over all tiles that writes nothing; eight are tried at once where all numbers are small.
 
 use super::balanced::CANDIDATES;
 use super::lanes::{LANES, Lanes, Trial};
