@@ -126,10 +126,10 @@ class CostTable:
         payload = max(-(-tiles * weight // num_cus), weight) + 16
         works = payload // 17 + 2
         walk = works * (fixed + self.block) + self.blocks(16 * payload) * self.block
-        # The fill: an even share, no less than a piece of one block, and the span of the search.
+        # The fill: an even share, no less than a piece of one block, the span of the search, and `cut` for whole rows.
         row = self.blocks(topk) * self.block + self.whole
         span = max(self.whole, 2 * self.piece) + self.block + max(0, self.piece - self.whole)
-        fill = max(-(-tiles * row // num_cus), row, self.piece + self.block) + span + 64
+        fill = max(-(-tiles * row // num_cus), row, self.piece + self.block) + span + 64 + self.cut
         return max(walk, fill) + self.slot
 
 

@@ -13,8 +13,9 @@ use super::{BLOCK_TOKENS, OVERHEAD_BLOCKS};
 /// Candidates for the capacity of a slot.
 pub(super) const CANDIDATES: u64 = 64;
 
-/// Returns the cost that every slot is filled up to, `None` for aiter's own walk, where that
-/// ends earlier than the fill would, or cuts nothing and ends no later than the fill and `cut`.
+/// Returns the cost that every slot is filled up to, `None` for aiter's own walk where that is cheaper.
+///
+/// Where all tiles have as many blocks it is what an even number of whole tiles costs, if no cut gains more than `cut`.
 ///
 /// `hint` is how much above an even share the cost for the batch before was, if any, and becomes that of this one. It says where to look
 /// first: the result does not depend on it.
@@ -54,13 +55,20 @@ pub(super) fn capacity(
         rows,
         from: candidate(mean.max(single)),
     };
-    let is_beaten = |cost| {
-        let limits = [cost + prices.cut, cost];
+    // What a fill costs that cuts tiles includes `cut`.
+    let is_beaten = |cost: u64| {
+        let limits = [cost, cost.saturating_sub(prices.cut)];
         is_aiter_below(limits, kv_indptr, fold, demand.blocks_per_slot, prices)
     };
-    // Then nothing that could be found is below it. Seen soon if it is not so, and saves the search where rows stay whole.
+    let whole_tiles = (rows.shortest == rows.longest)
+        .then(|| demand.live_tiles.div_ceil(slots) * (whole + rows.longest * block));
+    // Nothing that could be found is below it.
     let least = low + search.from * step;
-    if is_beaten(least) {
+    if let Some(cost) = whole_tiles.filter(|&cost| cost < least + prices.cut) {
+        return (!is_beaten(cost)).then_some(cost);
+    }
+    // Seen soon if it is not so, and saves the search where rows stay whole.
+    if is_beaten(least + prices.cut) {
         return None;
     }
     // Few tiles have few ways to lie: the least that is possible often is, or one close to it.
@@ -78,7 +86,10 @@ pub(super) fn capacity(
         low + search.least_feasible(first) * step
     };
     *hint = Some(found - low);
-    (found == least || !is_beaten(found)).then_some(found)
+    match whole_tiles.filter(|&cost| cost < found + prices.cut) {
+        Some(cost) => (!is_beaten(cost)).then_some(cost),
+        None => (found == least || !is_beaten(found + prices.cut)).then_some(found),
+    }
 }
 
 /// Returns about how much more than its even share a slot costs.

@@ -302,21 +302,47 @@ def test_the_cost_of_cutting_decides_at_its_boundary_interpreted(device: str, rn
         params = PlanParams(topk=1024, num_cus=rows - 1, split_budget=-1, policy="balanced", cost_table=table)
         lens = rng.integers(1, 1025, rows)
 
-        def cut_by(cut: int, lens: Any = lens, params: PlanParams = params, table: CostTable = table) -> bool:
-            """Whether the reference cuts a row."""
-            case = _case(lens, lens.size, replace(params, cost_table=replace(table, cut=cut)))
-            arena = Arena(lens.size, params)
-            return bool(arena.views(arena.expected(case)).reduce_indptr[-1] > 0)
+        found += _check_at_boundary(lens, params, device)
 
-        if not cut_by(0) or cut_by(1 << 24):
-            continue
-        found += 1
-        least, most = 0, 1 << 24
-        while most - least > 1:
-            middle = (least + most) // 2
-            least, most = (middle, most) if cut_by(middle) else (least, middle)
-        for cut in (least, most):
-            _check(_case(lens, rows, replace(params, cost_table=replace(table, cut=cut))), device)
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("rows", "num_cus", "fold"), [(9, 4, 1), (7, 2, 3), (5, 3, 8), (40, 3, 1), (33, 16, 1), (264, 67, 1)]
+)
+def test_rows_of_as_many_blocks_stay_whole_from_some_cost_of_a_cut_on_interpreted(
+    device: str, rng: np.random.Generator, rows: int, num_cus: int, fold: int
+) -> None:
+    """Found before anything is searched, and after that; rows without a token lie between the others."""
+    params = PlanParams(topk=2048, num_cus=num_cus, fold=fold, split_budget=-1, policy="balanced")
+    found = 0
+    for table in (_PORTABLE, _DEAR_PIECES, replace(_DEAR_ROWS, whole=90)):
+        lens = rng.integers(2048 - table.block_tokens + 1, 2049, rows)
+        lens = np.insert(lens, rng.integers(0, rows, 3), 0)
+        found += _check_at_boundary(lens, replace(params, cost_table=table), device)
+    assert found > 0
+
+
+def _check_at_boundary(lens: np.ndarray[Any, Any], params: PlanParams, device: str) -> bool:
+    """Checks the dearest cut with which rows are cut, and the cheapest with which none is; False where none is such."""
+    assert params.cost_table is not None
+    table = params.cost_table
+
+    def at(cut: int) -> Case:
+        return _case(lens, lens.size, replace(params, cost_table=replace(table, cut=cut)))
+
+    def is_cut(cut: int) -> bool:
+        arena = Arena(lens.size, params)
+        return bool(arena.views(arena.expected(at(cut))).reduce_indptr[-1] > 0)
+
+    if not is_cut(0) or is_cut(1 << 24):
+        return False
+    least, most = 0, 1 << 24
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if is_cut(middle) else (least, middle)
+    for cut in (least, most, (1 << 24) - 1):
+        _check(at(cut), device)
+    return True
 
 
 @pytest.mark.gpu

@@ -114,20 +114,16 @@ pub(crate) fn aiter(kv_indptr: &[i32], params: &ScheduleParams, table: &CostTabl
 
 /// The balanced schedule by a scan of every candidate, and whether it is a fill.
 pub(crate) fn balanced(kv_indptr: &[i32], params: &ScheduleParams, table: &CostTable) -> (Vec<Work>, bool) {
-    let Some(Choice {
-        fill,
-        x,
-        walk,
-        f,
-        is_cut,
-    }) = choice(kv_indptr, params, table)
-    else {
+    let Some(choice) = choice(kv_indptr, params, table) else {
         return (vec![], false);
     };
-    if f < x || (!is_cut && f < x + i128::from(table.cut)) {
-        (walk, false)
+    let c = i128::from(table.cut);
+    let whole = choice.whole.filter(|(_, u)| *u < choice.x + c);
+    let least = whole.as_ref().map_or(choice.x + c, |(_, u)| *u);
+    if choice.f + if choice.is_cut { c } else { 0 } < least {
+        (choice.walk, false)
     } else {
-        (fill, true)
+        (whole.map_or(choice.fill, |(works, _)| works), true)
     }
 }
 
@@ -136,6 +132,8 @@ pub(crate) fn balanced(kv_indptr: &[i32], params: &ScheduleParams, table: &CostT
 pub(crate) struct Choice {
     pub(crate) fill: Vec<Work>,
     pub(crate) x: i128,
+    /// Whole tiles, as many in every slot, and what that many cost; where all tiles have as many blocks.
+    pub(crate) whole: Option<(Vec<Work>, i128)>,
     pub(crate) walk: Vec<Work>,
     pub(crate) f: i128,
     /// Whether the walk cuts a tile.
@@ -162,10 +160,30 @@ pub(crate) fn choice(kv_indptr: &[i32], params: &ScheduleParams, table: &CostTab
     Some(Choice {
         fill: fill(&tiles, candidates[least], &letters).unwrap().0,
         x: candidates[least],
+        whole: whole_tiles(&tiles, s, &letters),
         is_cut: is_cut(&walk),
         walk,
         f,
     })
+}
+
+/// As many whole tiles in every slot but the last ones, and what those of a slot cost.
+fn whole_tiles(tiles: &[i128], s: i128, letters: &Letters) -> Option<(Vec<Work>, i128)> {
+    let live: Vec<(usize, i128)> = tiles
+        .iter()
+        .copied()
+        .enumerate()
+        .filter(|&(_, length)| length > 0)
+        .collect();
+    let n = letters.n(live[0].1);
+    if live.iter().any(|&(_, length)| letters.n(length) != n) {
+        return None;
+    }
+    let each = (i128::try_from(live.len()).unwrap() + s - 1) / s;
+    let works = (0..)
+        .zip(&live)
+        .map(|(rank, &(tile, length)): (i128, _)| (rank / each, tile, 0, length, true));
+    Some((works.collect(), each * (letters.w + n * letters.b)))
 }
 
 /// Whether any work is a piece.

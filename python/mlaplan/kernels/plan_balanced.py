@@ -16,10 +16,12 @@ from mlaplan.kernels.plan_fill import (
     divisor,
     fill_cuts,
     find_rooms_of_fill,
+    find_rooms_of_whole,
     least_capacity,
     slot_words,
     store_records,
     survey_records,
+    whole_tiles,
 )
 from mlaplan.kernels.plan_rows import (
     BLOCK_TOKENS,
@@ -197,15 +199,15 @@ def _price_walk(
 
 
 @triton.jit
-def _walk_is_longer(cost, is_cut, longest, share, capacity, per_block, costs, cut):
-    """Whether some slot of aiter's walk shows that the fill is taken; `cost` and `is_cut` are those of the first one.
+def _walk_is_longer(cost, is_cut, longest, share, least, per_block, costs, cut):
+    """Whether some slot of aiter's walk shows that it costs `least`; `cost` and `is_cut` are those of the first one.
 
     A tile of more blocks than two slots share fills one with a piece.
     """
     has_middle = longest // (2 * BLOCK_TOKENS) > share  # twice the share could pass 32 bits
     middle = costs[1] + blocks_of(tl.where(has_middle, share, 1) * BLOCK_TOKENS, per_block) * costs[0]
-    by_first = cost >= capacity + tl.where(is_cut > 0, 0, cut)
-    return by_first | (has_middle & (middle >= capacity))
+    by_first = cost >= least - tl.where(is_cut > 0, cut, 0)
+    return by_first | (has_middle & (middle >= least - cut))
 
 
 @triton.jit(
@@ -302,10 +304,18 @@ def balanced_kernel(
     load, fewest = survey_records(work_info_ptr, counted, BLOCK)
     low = tl.maximum(((load + num_slots - 1) // num_slots).to(tl.int32), piece + block)
     step = tl.maximum((span + LANES - 2) // (LANES - 1), 1)
-    capacity, lane = least_capacity(work_info_ptr, counted, num_slots, fewest, longest_blocks, low, step, costs)
-    slot = slot_words(capacity, costs)
+    capacity = whole_tiles(counted, num_slots, fewest, longest_blocks, costs)
+    lane = 0
+    # No capacity is below `low`.
+    stays_whole = capacity < low + cut
+    if stays_whole == 0:
+        found, lane = least_capacity(work_info_ptr, counted, num_slots, fewest, longest_blocks, low, step, costs)
+        stays_whole = capacity < found + cut
+        capacity = tl.where(stays_whole, capacity, found)
+    least = capacity + tl.where(stays_whole, 0, cut)
+    slot = slot_words(tl.maximum(capacity, low), costs)
     takes_walk = False
-    if _walk_is_longer(first_cost, first_is_cut, longest, share, capacity, per_block, costs, cut) == 0:
+    if _walk_is_longer(first_cost, first_is_cut, longest, share, least, per_block, costs, cut) == 0:
         walk_longest, is_cut = _price_walk(
             kv_indptr_ptr,
             reduce_indptr_ptr,
@@ -320,10 +330,13 @@ def balanced_kernel(
             FOLD,
             EVEN,
         )
-        takes_walk = walk_longest < capacity + tl.where(is_cut > 0, 0, cut)
+        takes_walk = walk_longest < least - tl.where(is_cut > 0, cut, 0)
     if takes_walk == 0:
         tl.debug_barrier()
-        find_rooms_of_fill(work_info_ptr, reduce_indptr_ptr, counted, lane, slot, costs)
+        if stays_whole:
+            find_rooms_of_whole(work_info_ptr, reduce_indptr_ptr, counted, num_slots, longest_blocks, costs, BLOCK)
+        else:
+            find_rooms_of_fill(work_info_ptr, reduce_indptr_ptr, counted, lane, slot, costs)
     tl.debug_barrier()
     sums = tl.zeros([], tl.int64)
     for base in range(0, tiles, BLOCK):

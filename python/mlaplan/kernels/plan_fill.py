@@ -405,6 +405,27 @@ def least_capacity(scratch_ptr, counted, num_slots, fewest, longest, low, step, 
 
 
 @triton.jit
+def whole_tiles(counted, num_slots, fewest, longest, costs):
+    """What as many whole tiles in every slot cost, if all have as many blocks; more than any capacity if not."""
+    each = (counted + num_slots - 1) // num_slots
+    cost = each.to(tl.int64) * _whole_cost(longest, costs)
+    is_equal = fewest == (longest - 1) * costs[0]
+    return tl.where(is_equal, tl.minimum(cost, _NONE), _NONE).to(tl.int32)
+
+
+@triton.jit
+def find_rooms_of_whole(scratch_ptr, rooms_ptr, counted, num_slots, longest, costs, BLOCK: tl.constexpr):
+    """Writes the room that every tile finds at the tile's place where as many whole tiles lie in every slot."""
+    each = (counted + num_slots - 1) // num_slots
+    for base in range(0, counted, BLOCK):
+        index = base + tl.arange(0, BLOCK)
+        before = index % each
+        left = tl.where((before > 0) | (index == 0), each - before, 0)
+        tile = tl.load(scratch_ptr + 2 * counted + index, mask=index < counted, other=0)
+        tl.store(rooms_ptr + tile, left * _whole_cost(longest, costs), mask=index < counted)
+
+
+@triton.jit
 def _load_few(scratch_ptr, begin, counted):
     """Some records and the numbers of their tiles; those of the last one behind it."""
     records = ()

@@ -45,7 +45,8 @@ def best_split(longest_row: int, params: PlanParams) -> int:
 def balanced(lengths: list[int], num_slots: int, walk: Works, params: PlanParams) -> tuple[Works, int]:
     """Fills slots in order up to the least of 64 evenly spaced costs that is enough; aiter's walk where it is cheaper.
 
-    A walk that cuts no tile is cheaper by `cut`, whether the fill cuts one or not.
+    That fill counts as one that cuts a tile, which costs `cut`. Tiles that are all of as many blocks may also stay
+    whole, as many in every slot.
 
     Args:
         lengths: Tokens of each live tile, at least 1.
@@ -66,9 +67,14 @@ def balanced(lengths: list[int], num_slots: int, walk: Works, params: PlanParams
     step = max(1, -(-(high - low) // (CANDIDATES - 1)))
     candidates = (low + index * step for index in range(CANDIDATES))
     limit = next(capacity for capacity in candidates if is_enough(blocks, capacity, num_slots, table))
+    cost = limit + table.cut
+    if min(blocks) == max(blocks):
+        whole = -(-len(blocks) // num_slots) * (table.whole + blocks[0] * table.block)
+        if whole < cost:
+            limit = cost = whole
     longest = longest_slot(lengths, walk, table)
     is_cut = len(walk) > len(lengths)
-    if longest < limit + (0 if is_cut else table.cut):
+    if longest + (table.cut if is_cut else 0) < cost:
         return walk, longest
     works = [
         Work(tile, slot, begin * table.block_tokens, min(end * table.block_tokens, lengths[tile]))
