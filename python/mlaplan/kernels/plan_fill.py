@@ -20,11 +20,11 @@ by tile: that walk is what the kernel waits for. What keeps a step short:
 There are three forms of a step. Where every tile fits an empty slot as a whole, none opens more than one slot. Where
 none does under any capacity, and each fills a slot and more, `room - above` is all that goes from tile to tile.
 
-The walk reads records of the c tiles that are not empty: what a tile costs as a whole, what its blocks cost, and what
-they cost but for one. A tile of one block is never cut; with its whole cost less a piece's fixed cost for that of its
+The walk reads records of the c tiles that are not empty, 64 bits each: what a tile costs as a whole, and what its
+blocks cost but for one. A tile of one block is never cut; with its whole cost less a piece's fixed cost for that of its
 blocks, the formulas for a cut give what it leaves in a fresh slot. Behind the records lie the numbers of those tiles
 and what is kept, all in `work_info` until works are written: c tiles have at least c works of 8 words, and fewer than
-3 c + c + 4 c are used.
+2 c + c + 4 c are used. There are few loads, because Triton's compiler looks at all of this code anew for each of them.
 """
 
 from __future__ import annotations
@@ -137,24 +137,31 @@ def above_of(room, costs):
 
 @triton.jit
 def _record(blocks, costs):
-    """What tiles of so many blocks cost as a whole, what their blocks cost, and what those cost but for one."""
-    need = _whole_cost(blocks, costs)
-    return need, need - tl.where(blocks > 1, costs[2], costs[1]), (blocks - 1) * costs[0]
+    """What tiles of so many blocks cost as a whole, and what their blocks cost but for one."""
+    return _whole_cost(blocks, costs), (blocks - 1) * costs[0]
+
+
+@triton.jit
+def _unpack(record):
+    """The same from 64 bits."""
+    return (record >> 32).to(tl.int32), record.to(tl.int32)
 
 
 @triton.jit
 def _prepare(record, slot, costs, FORM: tl.constexpr):
     """What of a step depends on the tile and the capacity alone."""
-    need, blocks, behind = record[0], record[1], record[2]
-    block, piece = costs[0], costs[1]
-    top = slot[0] - piece - blocks
+    need, behind = record[0], record[1]
+    block, piece, whole = costs[0], costs[1], costs[2]
     bare_room = slot[0] - need
     if FORM == LARGE:
-        full = _divide(blocks, slot[2], slot[3])
-        ready = (blocks - full * slot[1] + _gap(slot, costs), full)
+        full = _divide(need - whole, slot[2], slot[3])
+        ready = (need - whole - full * slot[1] + _gap(slot, costs), full)
     elif FORM == SHORT:
-        ready = (need, top + behind, piece + block, bare_room, top - piece)  # type: ignore[assignment]
+        # No tile has one block, or none costs anything else as a piece.
+        ready = (need, slot[0] - piece - block, piece + block, bare_room, bare_room + (whole - 2 * piece))  # type: ignore[assignment]
     else:
+        is_cuttable = ~_below_zero(behind - 1)
+        top = bare_room + (is_cuttable & (whole - piece))
         # Were all of it to go to fresh slots, but not as a single piece: full pieces, and the rest behind the last one.
         most = tl.minimum(slot[1], behind)
         full = tl.maximum(_divide(behind, slot[2], slot[3]), 1)
@@ -164,7 +171,7 @@ def _prepare(record, slot, costs, FORM: tl.constexpr):
             need,
             top + behind,
             # The open slot is below this if it takes no block. A tile of one block is never cut.
-            piece + block - ((behind - 1) & _FAR),
+            piece + block - (~is_cuttable & _FAR),
             _least(bare_room, last_room),
             last_room - piece,
             most,
@@ -236,10 +243,9 @@ def _wide(scratch_ptr):
 @triton.jit
 def store_records(scratch_ptr, counted, tile, blocks, rank, costs):
     """Leaves the records of tiles; `rank` counts those before a tile that are not empty, of `counted` in all."""
-    need, cost, behind = _record(blocks, costs)
+    need, behind = _record(blocks, costs)
     mask = blocks > 0
-    tl.store(_wide(scratch_ptr) + rank, (need.to(tl.int64) << 32) | cost.to(tl.int64), mask=mask)
-    tl.store(scratch_ptr + 3 * counted + rank, behind, mask=mask)
+    tl.store(_wide(scratch_ptr) + rank, (need.to(tl.int64) << 32) | behind.to(tl.int64), mask=mask)
     tl.store(scratch_ptr + 2 * counted + rank, tile, mask=mask)
 
 
@@ -260,8 +266,7 @@ def survey_records(scratch_ptr, counted, BLOCK: tl.constexpr):
     for base in range(0, counted, BLOCK):
         index = base + tl.arange(0, BLOCK)
         inside = index < counted
-        need = tl.load(scratch_ptr + 2 * index + 1, mask=inside, other=0)  # the upper half
-        behind = tl.load(scratch_ptr + 3 * counted + index, mask=inside, other=_NONE)
+        need, behind = _unpack(tl.load(_wide(scratch_ptr) + index, mask=inside, other=_NONE))
         need, behind = tl.reduce((need.to(tl.int64), behind), 0, _join_records)
         total += need
         fewest = tl.minimum(fewest, behind)
@@ -274,30 +279,22 @@ def _load_chunk(scratch_ptr, begin, counted):
     first = tl.minimum(begin, counted - CHUNK)
     records = ()
     for at in tl.static_range(CHUNK):
-        wide = tl.load(_wide(scratch_ptr) + first + at)
-        behind = tl.load(scratch_ptr + 3 * counted + first + at)
         # Triton adds tuples, and unpacks none.
-        records = records + (((wide >> 32).to(tl.int32), wide.to(tl.int32), behind),)  # type: ignore[assignment]  # noqa: RUF005
+        records = records + (tl.load(_wide(scratch_ptr) + first + at),)  # type: ignore[assignment]  # noqa: RUF005
     return records
 
 
 @triton.jit
-def _load_last_chunk(scratch_ptr, begin, counted):
-    """The records of a chunk, and from `counted` on those of tiles that cost nothing."""
-    records = ()
-    for at in tl.static_range(CHUNK):
-        index = begin + at
-        wide = tl.load(_wide(scratch_ptr) + index, mask=index < counted, other=0)
-        behind = tl.load(scratch_ptr + 3 * counted + index, mask=index < counted, other=0)
-        records = records + (((wide >> 32).to(tl.int32), wide.to(tl.int32), behind),)  # type: ignore[assignment]  # noqa: RUF005
-    return records
+def _load_one(scratch_ptr, index, counted):
+    """A record; behind the last one that one again."""
+    return tl.load(_wide(scratch_ptr) + tl.minimum(index, counted - 1))
 
 
 @triton.jit
 def _prepare_chunk(records, slot, costs, FORM: tl.constexpr):
     ready = ()
     for at in tl.static_range(CHUNK):
-        ready = ready + (_prepare(records[at], slot, costs, FORM),)  # type: ignore[assignment]  # noqa: RUF005
+        ready = ready + (_prepare(_unpack(records[at]), slot, costs, FORM),)  # type: ignore[assignment]  # noqa: RUF005
     return ready
 
 
@@ -339,7 +336,7 @@ def _walk(scratch_ptr, counted, slot, costs, FORM: tl.constexpr):
     nothing = tl.zeros([LANES], tl.int32)
     gap = _gap(slot, costs)
     state, offset = _first_state(slot, costs, FORM)
-    kept_ptr = scratch_ptr + 4 * counted + tl.arange(0, LANES)
+    kept_ptr = scratch_ptr + 3 * counted + tl.arange(0, LANES)
     whole = counted // (2 * CHUNK) * (2 * CHUNK)
     if whole > 0:
         # While one chunk is poured, the next one is on its way.
@@ -352,9 +349,11 @@ def _walk(scratch_ptr, counted, slot, costs, FORM: tl.constexpr):
             odd = _load_chunk(scratch_ptr, nothing + begin + 3 * CHUNK, counted)
             # Behind the loads, which would wait for the store else.
             _keep(kept_ptr, begin + 2 * CHUNK, state[0] + offset)
-    for begin in range(whole, counted, CHUNK):
-        records = _load_last_chunk(scratch_ptr, nothing + begin, counted)
-        state = _pour_chunk(_prepare_chunk(records, slot, costs, FORM), state, slot, costs, gap, FORM)
+    record = _load_one(scratch_ptr, nothing + whole, counted)
+    for index in range(whole, counted):
+        ready = _prepare(_unpack(record), slot, costs, FORM)
+        record = _load_one(scratch_ptr, nothing + index + 1, counted)
+        state = _pour_chunk((ready,), state, slot, costs, gap, FORM)
     return state[2]
 
 
@@ -364,7 +363,7 @@ def _walk_equal(scratch_ptr, counted, blocks, slot, costs):
     nothing = tl.zeros([LANES], tl.int32)
     gap = _gap(slot, costs)
     state, offset = _first_state(slot, costs, LARGE)
-    kept_ptr = scratch_ptr + 4 * counted + tl.arange(0, LANES)
+    kept_ptr = scratch_ptr + 3 * counted + tl.arange(0, LANES)
     ready = _prepare(_record(blocks + nothing, costs), slot, costs, LARGE)
     four = (ready, ready, ready, ready)
     whole = counted // 8 * 8
@@ -387,8 +386,7 @@ def least_capacity(scratch_ptr, counted, num_slots, fewest, longest, low, step, 
     lane = tl.arange(0, LANES)
     slot = slot_words(low + lane * step, costs)
     high = low + (LANES - 1) * step
-    # A tile of one block that could be cut, because a piece's fixed cost is less than its own, is not what it is for.
-    is_short = (low >= _whole_cost(longest, costs)) & ((fewest > 0) | (costs[1] >= costs[2]))
+    is_short = (low >= _whole_cost(longest, costs)) & ((fewest > 0) | (costs[1] == costs[2]))
     is_large = (high < costs[2] + costs[0] + fewest) & (high - costs[1] < fewest + costs[0])
     if is_short:
         opened = _walk(scratch_ptr, counted, slot, costs, FORM=SHORT)
@@ -426,41 +424,25 @@ def find_rooms_of_whole(scratch_ptr, rooms_ptr, counted, num_slots, longest, cos
 
 
 @triton.jit
-def _load_few(scratch_ptr, begin, counted):
-    """Some records and the numbers of their tiles; those of the last one behind it."""
-    records = ()
-    for step in tl.static_range(CHUNK):
-        at = tl.minimum(begin + step, counted - 1)
-        wide = tl.load(_wide(scratch_ptr) + at)
-        behind = tl.load(scratch_ptr + 3 * counted + at)
-        tile = tl.load(scratch_ptr + 2 * counted + at)
-        records = records + (((wide >> 32).to(tl.int32), wide.to(tl.int32), behind, tile),)  # type: ignore[assignment]  # noqa: RUF005
-    return records
-
-
-@triton.jit
 def find_rooms_of_fill(scratch_ptr, rooms_ptr, counted, taken, slot, costs):
     """Writes the room that every tile finds at the tile's place; none for empty tiles."""
-    kept_ptr = scratch_ptr + 4 * counted + taken
+    kept_ptr = scratch_ptr + 3 * counted + taken
     nothing = tl.zeros([_GROUPS], tl.int32)
     for base in range(0, counted, _GROUPS * GROUP):
         at = base // GROUP + tl.arange(0, _GROUPS) - 1
         begin = (at + 1) * GROUP
         room = tl.load(kept_ptr + at * LANES, mask=(at >= 0) & (begin < counted), other=0)
-        records = _load_few(scratch_ptr, begin, counted)
         room = tl.where(at >= 0, room, slot[0])
         above = above_of(room, costs)
-        for done in range(0, GROUP, CHUNK):
-            following = _load_few(scratch_ptr, begin + done + CHUNK, counted)
-            rooms = ()
-            for step in tl.static_range(CHUNK):
-                rooms = rooms + (room,)  # type: ignore[assignment]  # noqa: RUF005
-                ready = _prepare(records[step], slot, costs, ANY)
-                room, above, _ = _step(ready, room, above, nothing, slot, costs, ANY)
-            # Behind the loads, which would wait for the stores else.
-            for step in tl.static_range(CHUNK):
-                tl.store(rooms_ptr + records[step][3], rooms[step], mask=begin + done + step < counted)
-            records = following
+        record = _load_one(scratch_ptr, begin, counted)
+        for done in range(GROUP):
+            index = begin + done
+            following = _load_one(scratch_ptr, index + 1, counted)
+            tile = tl.load(scratch_ptr + 2 * counted + index, mask=index < counted, other=0)
+            ready = _prepare(_unpack(record), slot, costs, ANY)
+            tl.store(rooms_ptr + tile, room, mask=index < counted)
+            room, above, _ = _step(ready, room, above, nothing, slot, costs, ANY)
+            record = following
 
 
 @triton.jit
