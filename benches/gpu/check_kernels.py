@@ -8,7 +8,6 @@ between them included.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import parser, publish, table
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(_REPOSITORY / "python"), str(_REPOSITORY / "tests" / "kernels")]
@@ -98,22 +98,23 @@ def check_random(seconds: float, seed: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="time for random batches")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--shared", type=Path, default=_REPOSITORY.parent / "shared")
-    given = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--seconds", type=float, default=60.0, help="time for random batches")
+    options.add_argument("--shared", type=Path, default=_REPOSITORY.parent / "shared")
+    given = options.parse_args()
     folder = given.shared if given.shared.is_dir() else _REPOSITORY / "shared"
-    results = []
-    if (folder / "golden").is_dir():
-        results.append(f"reference vectors: {check_vectors(folder)} plans, 0 differences")
-    else:
-        results.append(f"reference vectors: not checked, no folder {folder / 'golden'}")
-    number = check_random(given.seconds, given.seed)
-    results.append(f"random batches: {number}, 0 differences, seed {given.seed}")
-    results.append("one in thirty was planned under each of balanced and invariant")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-    print("\n".join(results))
+    vectors = check_vectors(folder) if (folder / "golden").is_dir() else 0
+    batches = check_random(given.seconds, given.seed)
+    lines = [
+        ["reference vectors", vectors or "not checked: no folder", 0 if vectors else ""],
+        ["random batches, one in thirty under each of balanced and invariant", batches, 0],
+    ]
+    text = "Every word of the plan's arrays is compared, and the guard words between them."
+    publish(
+        "The plan kernels against the reference",
+        f"{table(['plans', 'number', 'differences'], lines)}\n\n{text}",
+        given.out,
+    )
 
 
 if __name__ == "__main__":
