@@ -179,8 +179,9 @@ def schedule(
             uses all slots.
         fold: Tiles per row.
         variant: "parallel" or "serial", aiter's two kernels. They differ only where a row is empty.
-        policy: "aiter"; "balanced" for a longest slot that by the cost table is never longer than aiter's; "invariant"
-            for pieces that depend on their row alone. `docs/design.md` defines them.
+        policy: "aiter"; "balanced" for a longest slot that by the cost table is never longer than aiter's, `cut` added
+            to each that cuts a row; "invariant" for pieces that depend on their row alone. `docs/design.md` has the
+            definitions.
         skip_empty: Give empty rows no work and no weight, as every plan of a `Planner` and every policy but "aiter"
             does. Otherwise the result is aiter's, which may be unsafe to run: see `Schedule.is_safe`.
         cost_table: What works cost. Needed by "balanced" and "invariant"; else what the quality is told by.

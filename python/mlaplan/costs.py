@@ -154,8 +154,8 @@ def _whole(name: str, value: object, least: int, most: int) -> int:
 DEFAULT = CostTable.named("bf16 16")
 """What is taken where nothing is known of a kernel: the counts of aiter's bfloat16 kernel of 16 heads."""
 
-# `mlaplan tune` on one H200, 2026-11-30, in the run of docs/results (time-policies): 16 heads on 132 slots, 128 heads
-# on 66, in nanoseconds.
+# `mlaplan tune` on one H200, 2026-11-30, one of several runs: 16 heads on 132 slots, 128 heads on 66, in nanoseconds.
+# docs/results (time-policies) has another run's.
 _PORTABLE_FEW = CostTable(block_tokens=64, block=2621, piece=1977, whole=1600, slot=4861, merge=294, cut=12_205)
 _PORTABLE_MANY = CostTable(block_tokens=64, block=2004, piece=5723, whole=3719, slot=6449, merge=1289, cut=12_515)
 

@@ -1,4 +1,4 @@
-//! The balanced schedule: the shortest longest slot among those that keep the rows in order, up to a small step.
+//! The balanced schedule: the shortest longest slot among those that keep the rows in order, up to a small step and what a cut costs.
 //!
 //! `docs/design.md` section 6 has the definition and the proofs of what is relied on here: what is feasible under a
 //! capacity is feasible under a larger one, and the largest candidate is feasible.
@@ -15,7 +15,7 @@ pub(super) const CANDIDATES: u64 = 64;
 
 /// Returns the cost that every slot is filled up to, `None` for aiter's own walk where that is cheaper.
 ///
-/// Where all tiles have as many blocks it is what an even number of whole tiles costs, if no cut gains more than `cut`.
+/// Where all tiles have as many blocks as each other it is what whole tiles cost, as many in every slot, if cutting gains less than `cut`.
 ///
 /// `hint` is how much above an even share the cost for the batch before was, if any, and becomes that of this one. It says where to look
 /// first: the result does not depend on it.

@@ -64,7 +64,8 @@ pub enum EmptyRows {
 pub enum Policy {
     /// aiter's own schedule.
     Aiter,
-    /// A shorter longest slot, by what works cost: never longer than aiter's under the same table.
+    /// A shorter longest slot, by what works cost: never longer than aiter's under the same table, if to each that cuts a row
+    /// what a cut costs is added.
     Balanced(CostTable),
     /// Pieces that depend on their row alone, dealt out by what they cost.
     Invariant {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -96,7 +98,8 @@ def test_candidates_that_differ_by_one_interpreted(device: str, rng: np.random.G
 @pytest.mark.interpret
 def test_more_groups_than_are_walked_at_once_interpreted(device: str, rng: np.random.Generator) -> None:
     """1,040 tiles in blocks of 512, some of them empty."""
-    lens = rng.integers(0, 2049, 130)
+    lens = rng.integers(1, 2049, 130)
+    lens[rng.integers(0, 130)] = 0
     _check(lens, device, _params(350, _PORTABLE, fold=8), more_rows=1)
 
 
@@ -112,29 +115,71 @@ def test_the_first_slot_decides_at_its_boundary_interpreted(device: str) -> None
             params = _params(cus, table)
             for cut in (0, 1, 400):
                 _check(lens, device, replace(params, cost_table=replace(table, cut=cut)))
+    # The walk's longest slot costs 125, the fill's 115.
+    for cut in (10, 11):
+        _check([160, 160, 144] * 3, device, _params(13, replace(table, cut=cut)))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _is_longer_kernel(numbers_ptr, out_ptr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
     """Whether a slot within a tile shows it, for blocks of 16 tokens that cost 1."""
     longest, share, capacity = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
-    nothing, one = tl.load(numbers_ptr + 3), tl.load(numbers_ptr + 4)
+    nothing, one, cut = tl.load(numbers_ptr + 3), tl.load(numbers_ptr + 4), tl.load(numbers_ptr + 5)
     costs = plan_fill.cost_words(one, nothing, nothing)
     per_block = plan_fill.divisor(16 * one)
-    shows = plan_balanced._walk_is_longer(nothing, nothing, longest, share, capacity, per_block, costs, nothing)
+    shows = plan_balanced._walk_is_longer(nothing, nothing, longest, share, capacity, per_block, costs, cut)
     tl.store(out_ptr, shows.to(tl.int32))
 
 
 @pytest.mark.interpret
 def test_a_share_of_which_twice_passes_32_bits_is_in_no_tile_interpreted() -> None:
-    for share, blocks, capacity, wanted in (
-        (1 << 30, 1 << 16, 5, 0),
-        ((1 << 31) - 17, 1 << 26, 1, 0),
-        (9, 20, 9, 1),
-        (9, 20, 10, 0),
-        (9, 18, 9, 0),
+    for share, blocks, least, cut, wanted in (
+        (1 << 30, 1 << 16, 5, 0, 0),
+        ((1 << 31) - 17, 1 << 26, 1, 0, 0),
+        (9, 20, 9, 0, 1),
+        (9, 20, 10, 0, 0),
+        (9, 20, 19, 10, 1),
+        (9, 20, 20, 10, 0),
+        (9, 18, 9, 0, 0),
     ):
-        numbers = torch.tensor([16 * blocks, share, capacity, 0, 1], dtype=torch.int32)
+        numbers = torch.tensor([16 * blocks, share, least, 0, 1, cut], dtype=torch.int32)
         out = torch.empty(1, dtype=torch.int32)
         _is_longer_kernel[(1,)](numbers, out)
-        assert int(out[0]) == wanted, (share, blocks, capacity)
+        assert int(out[0]) == wanted, (share, blocks, least, cut)
+
+
+_BEHIND_A_WALL = """
+import ctypes, mmap, sys
+import torch
+from mlaplan.costs import CostTable
+from mlaplan.kernels.plan import plan
+from mlaplan.layout import PlanArrays, PlanParams
+
+memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+first = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(first), mmap.PAGESIZE, 0) == 0
+info = torch.frombuffer(memory, dtype=torch.int32, offset=mmap.PAGESIZE, count=7 * 8).reshape(7, 8)
+if sys.argv[1] == "read":
+    ctypes.c_int32.from_address(info.data_ptr() - 4).value
+table = CostTable(block_tokens=64, block=2606, piece=1650, whole=1503)
+params = PlanParams(topk=2048, num_cus=4, split_budget=-1, policy="balanced", cost_table=table)
+arrays = PlanArrays(*(torch.zeros(count, dtype=torch.int32) for count in (4, 5, 5, 5)), info)
+lens = torch.tensor([int(length) for length in sys.argv[2:]], dtype=torch.int32)
+plan(torch.arange(len(lens) + 1, dtype=torch.int32), lens, arrays, params)
+print("made", arrays.work_indptr.tolist())
+"""
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("lens", [(0, 0, 0, 0), (0,), (5, 0, 9, 2048)])
+def test_nothing_before_the_works_is_read_interpreted(lens: tuple[int, ...]) -> None:
+    """Memory in front of `work_info` that ends the process of whoever touches it."""
+
+    def run(what: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", _BEHIND_A_WALL, what, *map(str, lens)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    done = run("plan")
+    assert done.returncode == 0, done.stderr
+    assert "made" in done.stdout
+    assert run("read").returncode < 0, "the wall keeps nobody out"

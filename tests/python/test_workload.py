@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mlaplan.workload import (
@@ -239,6 +239,7 @@ def test_equal_seeds_give_equal_steps_whatever_the_host_knows(config: SchedulerC
 
 
 @given(st.integers(0, 1000), st.integers(2, 6))
+@example(889, 5)
 def test_the_latest_are_put_back_and_they_resume_first(seed: int, requests: int) -> None:
     config = SchedulerConfig(
         max_num_seqs=8,
@@ -252,6 +253,7 @@ def test_the_latest_are_put_back_and_they_resume_first(seed: int, requests: int)
     log = [Request(0.0, int(rng.integers(1, 20)), int(rng.integers(10, 40))) for _ in range(requests)]
     order: list[int] = []
     preempted: set[int] = set()
+    begun: set[int] = set()  # those that have ended among them
     generated = dict.fromkeys(range(requests), 0)
     for step in Scheduler(config, log):
         keys = step.keys.tolist()
@@ -262,9 +264,10 @@ def test_the_latest_are_put_back_and_they_resume_first(seed: int, requests: int)
         preempted |= set(gone)
         new = [key for key in keys if key not in order]
         assert not (gone and new), "a place was given away in the step that took one back"
-        waiting = sorted(preempted) + [key for key in range(requests) if key > max([*order, *preempted, -1])]
+        waiting = sorted(preempted) + [key for key in range(requests) if key not in begun]
         assert new == waiting[: len(new)]
         preempted -= set(new)
+        begun |= set(new)
         order += new
         for key, made in zip(keys, step.new_tokens.tolist(), strict=True):
             generated[key] += made

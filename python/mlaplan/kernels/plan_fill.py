@@ -286,8 +286,8 @@ def _load_chunk(scratch_ptr, begin, counted):
 
 @triton.jit
 def _load_one(scratch_ptr, index, counted):
-    """A record; behind the last one that one again."""
-    return tl.load(_wide(scratch_ptr) + tl.minimum(index, counted - 1))
+    """A record; behind the last one that one again, and something where there is none."""
+    return tl.load(_wide(scratch_ptr) + tl.maximum(tl.minimum(index, counted - 1), 0))
 
 
 @triton.jit

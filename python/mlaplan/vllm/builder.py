@@ -31,10 +31,10 @@ _MOST_FIELDS = 8192
 
 
 def _entry_of(array: torch.Tensor, index: int) -> int:
-    """An entry of a host array of int32. NumPy's view of a tensor costs more than all that is asked of it here."""
+    """An entry of a one-dimensional host array. NumPy's view of it costs more than all that is asked of it here."""
     is_plain = array.dtype is torch.int32 and array.is_cpu and array.is_contiguous()
-    if is_plain and 0 <= index < array.numel():
-        return c_int32.from_address(array.data_ptr() + 4 * index).value
+    if is_plain and 0 <= index < array.numel() and (address := array.data_ptr()):
+        return c_int32.from_address(address + 4 * index).value
     return int(array.numpy()[index])
 
 
