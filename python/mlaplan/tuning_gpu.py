@@ -185,7 +185,7 @@ def tune(
     bench = Bench(bench_config, device)
     loads = decode_loads(_TOKENS // tile.tokens, most_works=_MOST_WORKS) + merge_loads(slots, 64)
     fitted = fit(measure(bench.time, watch(loads)), block_tokens=tile.tokens)
-    # What is timed here depends on the table, so no progress bar can count it; it takes about a second.
+    # What is timed here depends on the table, so no progress bar can count it; it takes a few seconds.
     fitted = with_cut(fitted, pairs(slots, _TOKENS, fitted.table), bench.time_schedule)
     calibration = Calibration(
         shape=shape_of(device, settings),

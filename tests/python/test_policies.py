@@ -71,10 +71,7 @@ def is_the_walk(made: ReferenceSchedule, rows: list[int], params: PlanParams) ->
     """Whether it is aiter's schedule on as many slots, for which no budget need exist that says so."""
     lengths = np.repeat(np.array(rows, np.int64), params.fold)
     works = _aiter_works(lengths[lengths > 0], made.num_slots, "parallel")[0] if made.num_slots else []
-    slots = np.repeat(np.arange(params.num_cus), np.diff(made.work_indptr))
-    return [(work.slot, work.end - work.begin) for work in works] == list(
-        zip(slots.tolist(), (made.work_info[:, 5] - made.work_info[:, 4]).tolist(), strict=True)
-    )
+    return [(work.slot, work.end - work.begin) for work in works] == [work[1:] for work in shape(made)]
 
 
 def shape(made: ReferenceSchedule) -> list[tuple[int, int, int]]:
@@ -82,6 +79,13 @@ def shape(made: ReferenceSchedule) -> list[tuple[int, int, int]]:
     slots = np.repeat(np.arange(len(made.work_indptr) - 1), np.diff(made.work_indptr))
     tokens = made.work_info[:, 5] - made.work_info[:, 4]
     return list(zip(made.work_info[:, 0].tolist(), slots.tolist(), tokens.tolist(), strict=True))
+
+
+def candidates(blocks: list[int], num_slots: int, table: CostTable) -> tuple[int, int]:
+    """The first of the 64 costs that are tried, and how far they are apart."""
+    load = sum(table.whole + count * table.block for count in blocks)
+    span = max(table.whole, 2 * table.piece) + table.block + max(0, table.piece - table.whole)
+    return max(-(-load // num_slots), table.piece + table.block), max(1, -(-span // 63))
 
 
 def is_cut(made: ReferenceSchedule) -> bool:
@@ -123,10 +127,7 @@ def test_no_schedule_in_order_finishes_a_step_of_the_search_sooner(
     blocks = [table.blocks(tokens) for tokens in rows]
     made = make("balanced", rows, table, num_cus=num_cus, split_budget=budget)
     best, longest = best_longest_slot(blocks, made.num_slots, table), max(price(made, table))
-    span = max(table.whole, 2 * table.piece) + table.block + max(0, table.piece - table.whole)
-    load = sum(table.whole + count * table.block for count in blocks)
-    start = max(-(-load // made.num_slots), table.piece + table.block)
-    step = max(1, -(-span // 63))
+    start, step = candidates(blocks, made.num_slots, table)
     if is_cut(made):
         assert longest <= max(best + step - 1, start)
     else:
@@ -224,10 +225,7 @@ def test_no_other_number_of_pieces_finishes_the_longest_row_sooner(tokens: int, 
 def filled(rows: list[int], num_slots: int, table: CostTable) -> tuple[list[tuple[int, int, int]], int]:
     """The fill under the least candidate that is enough, and that candidate."""
     blocks = [table.blocks(tokens) for tokens in rows]
-    load = sum(table.whole + count * table.block for count in blocks)
-    low = max(-(-load // num_slots), table.piece + table.block)
-    span = max(table.whole, 2 * table.piece) + table.block + max(0, table.piece - table.whole)
-    step = max(1, -(-span // 63))
+    low, step = candidates(blocks, num_slots, table)
     limit = next(c for c in range(low, low + 64 * step, step) if policies.is_enough(blocks, c, num_slots, table))
     cut = [
         (w.tile, w.slot, w.begin * table.block_tokens, w.end * table.block_tokens)
