@@ -12,6 +12,7 @@ import triton.language as tl
 from mlaplan.kernels.plan_fill import (
     LANES,
     blocks_of,
+    cheapest_tile,
     cost_words,
     divisor,
     fill_cuts,
@@ -20,7 +21,6 @@ from mlaplan.kernels.plan_fill import (
     least_capacity,
     slot_words,
     store_records,
-    survey_records,
     whole_tiles,
 )
 from mlaplan.kernels.plan_rows import (
@@ -40,7 +40,7 @@ from mlaplan.kernels.plan_rows import (
 from mlaplan.kernels.plan_walk import find_rooms, first_state
 from mlaplan.kernels.plan_works import PARTIALS_SHIFT, aiter_cuts, aiter_size, slots_and_works, write_works
 
-_SPLITS = tl.constexpr(64)  # splits that are weighed at a time
+_SPLITS = tl.constexpr(32)  # splits that are weighed at a time, by one warp
 _NONE = tl.constexpr((1 << 31) - 1)
 _SKIP = tl.constexpr(0)
 
@@ -49,15 +49,35 @@ _SKIP = tl.constexpr(0)
 def _best_split(blocks, num_cus, block, piece, whole, merge, cut):
     """The fewest pieces that finish a row of so many blocks first."""
     count = tl.minimum(tl.maximum(blocks, 1), num_cus)
-    best = tl.full([], (1 << 62) - 1, tl.int64)
-    for first in range(1, count + 1, _SPLITS):
+    best = _NONE
+    taken = 1
+    first = 1
+    # Pieces are never merged sooner than a block is done by each. A row of one piece costs less than 2^30.
+    soonest = tl.zeros([], tl.int64) + piece + block + merge + cut
+    while (first <= count) & (soonest < best):
         pieces = first + tl.arange(0, _SPLITS)
         longest = ((blocks + pieces - 1).to(tl.uint32) // pieces.to(tl.uint32)).to(tl.int32)
         cost = piece + longest.to(tl.int64) * block + pieces.to(tl.int64) * merge + cut
         cost = tl.where(pieces == 1, whole + longest.to(tl.int64) * block, cost)
-        key = tl.where(pieces <= count, (cost << 17) + pieces, (1 << 62) - 1)
-        best = tl.minimum(best, tl.min(key, 0))
-    return (best & 0x1FFFF).to(tl.int32)
+        cost = tl.where(pieces <= count, tl.minimum(cost, _NONE), _NONE).to(tl.int32)
+        least = tl.min(cost, 0)
+        found = tl.min(tl.where(cost == least, pieces, _NONE), 0)
+        taken = tl.where(least < best, found, taken)
+        best = tl.minimum(best, least)
+        first += _SPLITS
+        soonest += merge * _SPLITS
+    return taken
+
+
+@triton.jit
+def _budget(split_budget, counted, blocks, num_cus, block, piece, whole, merge, cut):
+    """The split budget: the one that is given, or what the longest row of so many blocks asks for."""
+    budget = split_budget
+    if split_budget == 0:
+        budget = -1  # all slots, as any number of pieces would give as many tiles
+        if counted < num_cus:
+            budget = _best_split(blocks, num_cus, block, piece, whole, merge, cut)
+    return budget
 
 
 @triton.jit
@@ -88,8 +108,8 @@ def _price(head, uses_open, fresh, size, length, per_block, block, piece, whole)
 
 
 @triton.jit
-def _add_four(a0, a1, a2, a3, b0, b1, b2, b3):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+def _add_five(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4
 
 
 @triton.jit
@@ -117,10 +137,11 @@ def _survey_tiles(
     BLOCK: tl.constexpr,
     FOLD: tl.constexpr,
 ):
-    """Returns what the first slot of aiter's walk costs, and whether it ends in a piece of a tile.
+    """Returns what the first slot of aiter's walk costs, whether it ends in a piece of a tile, and all blocks.
 
     Leaves the records of the `counted` tiles that are not empty.
     """
+    all_blocks = tl.zeros([], tl.int64)  # those of one round fit 32 bits
     weight = 0
     filled = 0
     cost = 0
@@ -141,12 +162,14 @@ def _survey_tiles(
         head = blocks_of(tl.where(cuts, head, 0) * BLOCK_TOKENS, per_block)
         fixed = tl.where(fits, costs[2], tl.where(cuts, costs[1], 0))
         works = fixed + tl.where(fits, blocks, head) * costs[0]
-        needs, count, works, pieces = tl.reduce((need, is_filled, works, cuts.to(tl.int32)), 0, _add_four)
+        sums = tl.reduce((need, is_filled, works, cuts.to(tl.int32), blocks), 0, _add_five)
+        needs, count, works, pieces, blocks = sums
         weight += needs
         filled += count
         cost += works
         is_cut += pieces
-    return cost, is_cut
+        all_blocks += blocks
+    return cost, is_cut, all_blocks
 
 
 @triton.jit
@@ -289,27 +312,26 @@ def balanced_kernel(
     tiles = live * FOLD
     kept = num_rows * FOLD
     counted = filled * FOLD
-    budget = split_budget
     per_block = divisor(block_tokens)
     longest_blocks = blocks_of(longest, per_block)
-    if split_budget == 0:
-        budget = _best_split(longest_blocks, num_cus, block, piece, whole, merge, cut)
+    budget = _budget(split_budget, counted, longest_blocks, num_cus, block, piece, whole, merge, cut)
     share = share_of_slot(weight * FOLD, counted, longest, num_cus, budget, 1)
     num_slots = slots_of(counted, num_cus, budget)
     costs = cost_words(block, piece, whole)
-    first_cost, first_is_cut = _survey_tiles(
+    first_cost, first_is_cut, blocks = _survey_tiles(
         kv_indptr_ptr, work_info_ptr, tiles, counted, share, per_block, costs, BLOCK, FOLD
     )
     tl.debug_barrier()
-    load, fewest = survey_records(work_info_ptr, counted, BLOCK)
+    cheapest = cheapest_tile(work_info_ptr, counted, BLOCK)
+    load = blocks * block + counted.to(tl.int64) * whole
     low = tl.maximum(((load + num_slots - 1) // num_slots).to(tl.int32), piece + block)
     step = tl.maximum((span + LANES - 2) // (LANES - 1), 1)
-    capacity = whole_tiles(counted, num_slots, fewest, longest_blocks, costs)
+    capacity = whole_tiles(counted, num_slots, cheapest, longest_blocks, costs)
     lane = 0
     # No capacity is below `low`.
     stays_whole = capacity < low + cut
     if stays_whole == 0:
-        found, lane = least_capacity(work_info_ptr, counted, num_slots, fewest, longest_blocks, low, step, costs)
+        found, lane = least_capacity(work_info_ptr, counted, num_slots, cheapest, longest_blocks, low, step, costs)
         stays_whole = capacity < found + cut
         capacity = tl.where(stays_whole, capacity, found)
     least = capacity + tl.where(stays_whole, 0, cut)
@@ -334,7 +356,7 @@ def balanced_kernel(
     if takes_walk == 0:
         tl.debug_barrier()
         if stays_whole:
-            find_rooms_of_whole(work_info_ptr, reduce_indptr_ptr, counted, num_slots, longest_blocks, costs, BLOCK)
+            find_rooms_of_whole(work_info_ptr, reduce_indptr_ptr, counted, num_slots, cheapest, BLOCK)
         else:
             find_rooms_of_fill(work_info_ptr, reduce_indptr_ptr, counted, lane, slot, costs)
     tl.debug_barrier()
@@ -345,9 +367,11 @@ def balanced_kernel(
         start, length = _load_tiles(kv_indptr_ptr, tile, tiles, FOLD)
         # The room that a tile finds in the walk, or in the fill.
         found = tl.load(reduce_indptr_ptr + tile, mask=inside, other=0)
-        head, uses_open, fresh = aiter_cuts(tile, start, length, found, inside, share, FOLD, _SKIP)
-        fill_head, fill_open, fill_fresh, fill_size = fill_cuts(length, found, block_tokens, per_block, slot, costs)
-        size = tl.where(takes_walk, aiter_size(share), fill_size)
+        if takes_walk:
+            head, uses_open, fresh = aiter_cuts(tile, start, length, found, inside, share, FOLD, _SKIP)
+            size = tl.zeros_like(head) + aiter_size(share)
+        else:
+            head, uses_open, fresh, size = fill_cuts(length, found, block_tokens, per_block, slot, costs)
         sums = write_works(
             work_indptr_ptr,
             reduce_indptr_ptr,
@@ -355,9 +379,9 @@ def balanced_kernel(
             tile,
             start,
             length,
-            tl.where(takes_walk, head, fill_head),
-            tl.where(takes_walk, uses_open, fill_open),
-            tl.where(takes_walk, fresh, fill_fresh),
+            head,
+            uses_open,
+            fresh,
             size[:, None],
             inside,
             sums,

@@ -21,10 +21,11 @@ There are three forms of a step. Where every tile fits an empty slot as a whole,
 none does under any capacity, and each fills a slot and more, `room - above` is all that goes from tile to tile.
 
 The walk reads records of the c tiles that are not empty, 64 bits each: what a tile costs as a whole, and what its
-blocks cost but for one. A tile of one block is never cut; with its whole cost less a piece's fixed cost for that of its
-blocks, the formulas for a cut give what it leaves in a fresh slot. Behind the records lie the numbers of those tiles
-and what is kept, all in `work_info` until works are written: c tiles have at least c works of 8 words, and fewer than
-2 c + c + 4 c are used. There are few loads, because Triton's compiler looks at all of this code anew for each of them.
+blocks cost but for one. A tile of one block is never cut. For its record says that those cost what a piece has more
+than a whole row, or nothing if that is less: with it the formulas for a cut give what the tile leaves in a fresh slot.
+Behind the records lie the numbers of those tiles and what is kept, all in `work_info` until works are written: c tiles
+have at least c works of 8 words, and fewer than 2 c + c + 4 c are used. There are few loads, because Triton's compiler
+looks at all of this code anew for each of them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ _GROUPS = tl.constexpr(64)  # groups that are walked at the same time
 _NONE = tl.constexpr((1 << 31) - 1)
 _MANY = tl.constexpr(1 << 30)
 _SIGN = tl.constexpr(-(1 << 31))
-_FAR = tl.constexpr(-(1 << 30))  # below every room, and a mask for the sign of what is not below it
 
 # The forms of a step.
 SHORT = tl.constexpr(0)  # every tile fits an empty slot
@@ -93,14 +93,17 @@ def slot_words(capacity, costs):
     """A slot's capacity as the functions here take it.
 
     The capacity; what the blocks of a piece that fills it cost and how to divide by those; how far the room behind a
-    piece, and that behind whole work, in a slot of their own is above a multiple of a block's cost.
+    piece, and that behind whole work, in a slot of their own is above a multiple of a block's cost; the most room
+    behind a tile that does not fit. Its last piece has a block at least, of which nothing has to be said where a tile
+    that fits as a piece fits as a whole: what an open slot takes then leaves one.
     """
     bare = capacity - costs[1]
     most = _divide(bare, costs[3], costs[4]) * costs[0]
     factor, shift = divisor(most)
     above_piece = _wrap(bare - most - costs[5], costs[0])
     above_whole = _wrap(bare - most - costs[6], costs[0])
-    return capacity, most, factor, shift, above_piece, above_whole
+    most_room = capacity - tl.where(costs[1] < costs[2], costs[1] + costs[0], 0)
+    return capacity, most, factor, shift, above_piece, above_whole, most_room
 
 
 @triton.jit
@@ -122,6 +125,12 @@ def _below_zero(number):
 
 
 @triton.jit
+def _sign(number):
+    """1 for a negative number, else 0."""
+    return (number.to(tl.uint32, bitcast=True) >> 31).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def _choose(mask, a, b):
     """`a` where all bits of the mask are set, else `b`."""
     return b ^ ((a ^ b) & mask)
@@ -137,8 +146,9 @@ def above_of(room, costs):
 
 @triton.jit
 def _record(blocks, costs):
-    """What tiles of so many blocks cost as a whole, and what their blocks cost but for one."""
-    return _whole_cost(blocks, costs), (blocks - 1) * costs[0]
+    """What tiles of so many blocks cost as a whole, and what their blocks cost but for one, or what stands for it."""
+    instead = tl.where(blocks == 1, tl.maximum(costs[1] - costs[2], 0), 0)
+    return _whole_cost(blocks, costs), (blocks - 1) * costs[0] + instead
 
 
 @triton.jit
@@ -157,21 +167,18 @@ def _prepare(record, slot, costs, FORM: tl.constexpr):
         full = _divide(need - whole, slot[2], slot[3])
         ready = (need - whole - full * slot[1] + _gap(slot, costs), full)
     elif FORM == SHORT:
-        # No tile has one block, or none costs anything else as a piece.
-        ready = (need, slot[0] - piece - block, piece + block, bare_room, bare_room + (whole - 2 * piece))  # type: ignore[assignment]
+        ready = (need, piece + block, bare_room, bare_room + (whole - 2 * piece))  # type: ignore[assignment]
     else:
-        is_cuttable = ~_below_zero(behind - 1)
-        top = bare_room + (is_cuttable & (whole - piece))
         # Were all of it to go to fresh slots, but not as a single piece: full pieces, and the rest behind the last one.
         most = tl.minimum(slot[1], behind)
         full = tl.maximum(_divide(behind, slot[2], slot[3]), 1)
-        last_room = top + full * most
+        last_room = slot[0] + (whole - piece) - need + full * most
         is_large = _below_zero(bare_room)
         ready = (  # type: ignore[assignment]
             need,
-            top + behind,
-            # The open slot is below this if it takes no block. A tile of one block is never cut.
-            piece + block - (~is_cuttable & _FAR),
+            # The open slot is below this if it takes no block. A tile of one block takes none where it does not fit,
+            # which shows by itself if a piece costs more.
+            tl.where(behind > 0, piece + block, _MANY),
             _least(bare_room, last_room),
             last_room - piece,
             most,
@@ -187,19 +194,18 @@ def _step(ready, room, above, opened, slot, costs, FORM: tl.constexpr):
     """Pours one tile into the open slot and fresh ones; returns the state of the slot then open, and slots opened."""
     fit_room = room - ready[0]
     taken = room - above
-    is_bare = _below_zero(taken - ready[2])
-    cut_room = taken + ready[4]
+    is_bare = _below_zero(taken - ready[1])
+    cut_room = taken + ready[3]
     if FORM == SHORT:
         is_whole = is_bare
-        opened -= _below_zero(fit_room)
+        opened += _sign(fit_room)
     else:
         # What the open slot takes is missing from the last piece, which then may be the one before.
-        before = cut_room - ready[5]
-        opened += _choose(is_bare, ready[7], ready[6] - _below_zero(before)) & _below_zero(fit_room)
+        before = cut_room - ready[4]
+        opened += _choose(is_bare, ready[6], ready[5] + _sign(before)) & _below_zero(fit_room)
         cut_room = _least(cut_room, before)
-        is_whole = is_bare & ~ready[8]
-    # The last piece has a block at least.
-    room = _least(_least(fit_room, ready[1]), _choose(is_bare, ready[3], cut_room))
+        is_whole = is_bare & ~ready[7]
+    room = _least(_least(fit_room, slot[6]), _choose(is_bare, ready[2], cut_room))
     # `_least` takes the one of these two that has no sign put in front.
     fit_above = _wrap(above - costs[6], costs[0]) | (fit_room & _SIGN)
     fill_above = _choose(is_whole, slot[5], slot[4]) | (~fit_room & _SIGN)
@@ -250,27 +256,18 @@ def store_records(scratch_ptr, counted, tile, blocks, rank, costs):
 
 
 @triton.jit
-def _join_records(need, behind, other_need, other_behind):
-    return need + other_need, tl.minimum(behind, other_behind)
-
-
-@triton.jit
-def survey_records(scratch_ptr, counted, BLOCK: tl.constexpr):
-    """What all tiles cost as a whole, and what the blocks but one cost of the tile that has the fewest.
+def cheapest_tile(scratch_ptr, counted, BLOCK: tl.constexpr):
+    """What the tile that has the fewest blocks costs as a whole.
 
     Brings the records to where the walk finds them soon, too: the walk comes to a line of memory before a load of it
     that was begun some tiles ahead is back.
     """
-    total = tl.zeros([], tl.int64)
-    fewest = _NONE
+    cheapest = _NONE
     for base in range(0, counted, BLOCK):
         index = base + tl.arange(0, BLOCK)
-        inside = index < counted
-        need, behind = _unpack(tl.load(_wide(scratch_ptr) + index, mask=inside, other=_NONE))
-        need, behind = tl.reduce((need.to(tl.int64), behind), 0, _join_records)
-        total += need
-        fewest = tl.minimum(fewest, behind)
-    return total, fewest
+        need, _ = _unpack(tl.load(_wide(scratch_ptr) + index, mask=index < counted, other=_NONE << 32))
+        cheapest = tl.minimum(cheapest, tl.min(need, 0))
+    return cheapest
 
 
 @triton.jit
@@ -377,42 +374,44 @@ def _walk_equal(scratch_ptr, counted, blocks, slot, costs):
 
 
 @triton.jit
-def least_capacity(scratch_ptr, counted, num_slots, fewest, longest, low, step, costs):
+def least_capacity(scratch_ptr, counted, num_slots, cheapest, longest, low, step, costs):
     """The least of `low + j * step` under which the fill of `counted` tiles needs at most `num_slots` slots, and its j.
 
-    `fewest` is what the blocks but one cost of the tile that has fewest, `longest` the most blocks of one. Leaves the
+    `cheapest` is what the tile with the fewest blocks costs as a whole, `longest` the most blocks of one. Leaves the
     rooms of all lanes wherever a group but the first begins.
     """
     lane = tl.arange(0, LANES)
     slot = slot_words(low + lane * step, costs)
     high = low + (LANES - 1) * step
-    is_short = (low >= _whole_cost(longest, costs)) & ((fewest > 0) | (costs[1] == costs[2]))
-    is_large = (high < costs[2] + costs[0] + fewest) & (high - costs[1] < fewest + costs[0])
+    has_single = cheapest == _whole_cost(1, costs)
+    # A tile of one block that could be cut, because a piece's fixed cost is less than its own, is not what it is for.
+    is_short = (low >= _whole_cost(longest, costs)) & ((has_single == 0) | (costs[1] >= costs[2]))
+    is_large = (high < cheapest) & (high - costs[1] < cheapest - costs[2])
     if is_short:
         opened = _walk(scratch_ptr, counted, slot, costs, FORM=SHORT)
-    elif is_large & (fewest == (longest - 1) * costs[0]):
+    elif is_large & (cheapest == _whole_cost(longest, costs)):
         opened = _walk_equal(scratch_ptr, counted, longest, slot, costs)
     elif is_large:
         opened = _walk(scratch_ptr, counted, slot, costs, FORM=LARGE)
     else:
         opened = _walk(scratch_ptr, counted, slot, costs, FORM=ANY)
     # A tile of one block cannot be cut.
-    enough = (opened < num_slots) & ((fewest > 0) | (_whole_cost(1, costs) <= slot[0]))
+    enough = (opened < num_slots) & ((has_single == 0) | (cheapest <= slot[0]))
     taken = tl.min(tl.where(enough, lane, LANES - 1), 0)
     return low + taken * step, taken
 
 
 @triton.jit
-def whole_tiles(counted, num_slots, fewest, longest, costs):
+def whole_tiles(counted, num_slots, cheapest, longest, costs):
     """What as many whole tiles in every slot cost, if all have as many blocks; more than any capacity if not."""
     each = (counted + num_slots - 1) // num_slots
-    cost = each.to(tl.int64) * _whole_cost(longest, costs)
-    is_equal = fewest == (longest - 1) * costs[0]
+    cost = each.to(tl.int64) * cheapest
+    is_equal = cheapest == _whole_cost(longest, costs)
     return tl.where(is_equal, tl.minimum(cost, _NONE), _NONE).to(tl.int32)
 
 
 @triton.jit
-def find_rooms_of_whole(scratch_ptr, rooms_ptr, counted, num_slots, longest, costs, BLOCK: tl.constexpr):
+def find_rooms_of_whole(scratch_ptr, rooms_ptr, counted, num_slots, each_cost, BLOCK: tl.constexpr):
     """Writes the room that every tile finds at the tile's place where as many whole tiles lie in every slot."""
     each = (counted + num_slots - 1) // num_slots
     for base in range(0, counted, BLOCK):
@@ -420,7 +419,7 @@ def find_rooms_of_whole(scratch_ptr, rooms_ptr, counted, num_slots, longest, cos
         before = index % each
         left = tl.where((before > 0) | (index == 0), each - before, 0)
         tile = tl.load(scratch_ptr + 2 * counted + index, mask=index < counted, other=0)
-        tl.store(rooms_ptr + tile, left * _whole_cost(longest, costs), mask=index < counted)
+        tl.store(rooms_ptr + tile, left * each_cost, mask=index < counted)
 
 
 @triton.jit
@@ -434,15 +433,20 @@ def find_rooms_of_fill(scratch_ptr, rooms_ptr, counted, taken, slot, costs):
         room = tl.load(kept_ptr + at * LANES, mask=(at >= 0) & (begin < counted), other=0)
         room = tl.where(at >= 0, room, slot[0])
         above = above_of(room, costs)
-        record = _load_one(scratch_ptr, begin, counted)
-        for done in range(GROUP):
+        ready = _prepare(_unpack(_load_one(scratch_ptr, begin, counted)), slot, costs, ANY)
+        record = _load_one(scratch_ptr, begin + 1, counted)
+        tile = tl.load(scratch_ptr + 2 * counted + begin, mask=begin < counted, other=0)
+        for done in range(tl.minimum(counted - base, GROUP)):
+            # While one tile is poured, the next one is prepared and the one behind it is on its way. The loads come
+            # first, for they would wait for the store else.
             index = begin + done
-            following = _load_one(scratch_ptr, index + 1, counted)
-            tile = tl.load(scratch_ptr + 2 * counted + index, mask=index < counted, other=0)
-            ready = _prepare(_unpack(record), slot, costs, ANY)
+            following = _load_one(scratch_ptr, index + 2, counted)
+            next_tile = tl.load(scratch_ptr + 2 * counted + index + 1, mask=index + 1 < counted, other=0)
             tl.store(rooms_ptr + tile, room, mask=index < counted)
             room, above, _ = _step(ready, room, above, nothing, slot, costs, ANY)
+            ready = _prepare(_unpack(record), slot, costs, ANY)
             record = following
+            tile = next_tile
 
 
 @triton.jit
