@@ -294,7 +294,8 @@ def supervise(arguments: argparse.Namespace) -> None:
             for mode in ("ops", "groups", "mended", "broken"):
                 print(f"{tool}, {mode}:\n{results[tool, mode][1][-3000:]}")
     told = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)  # noqa: S603
-    version = told.stdout.split()[-1]
+    found = re.search(r"Version (\S+)", told.stdout)
+    version = found[1] if found else "of an unnamed version"
     header = ["tool", "our kernels but one", "the Hopper decode", "two groups that pass words on"]
     text = table([*header, "a kernel with the fault", "the same without it"], lines)
     text += f"""

@@ -56,18 +56,34 @@ def machine() -> str:
     )
 
 
-def host_us(call: Callable[[], object], *, repeats: int = 300, warm: int = 30) -> float:
-    """Median wall time of a call in microseconds, with an idle device each time."""
-    for _ in range(warm):
-        call()
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    torch.cuda.synchronize()
-    return 1e6 * statistics.median(times)
+def host_side_by_side_us(
+    calls: Mapping[str, Callable[[], object]], *, rounds: int = 12, repeats: int = 25, warm: int = 5
+) -> dict[str, float]:
+    """Median wall time of each call in microseconds, with an idle device each time.
+
+    Calls take turns by `repeats` of each, every round in another order, so that what else a host does in a second is
+    the same for all of them. The first `warm` calls of a turn are not counted.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(calls)
+    turns = random.Random(0)  # noqa: S311  (no secret)
+    for _ in range(rounds):
+        turns.shuffle(order)
+        for name in order:
+            for _ in range(warm):
+                calls[name]()
+            for _ in range(repeats):
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                calls[name]()
+                times[name].append(time.perf_counter() - begin)
+            torch.cuda.synchronize()
+    return {name: 1e6 * statistics.median(taken) for name, taken in times.items()}
+
+
+def host_us(call: Callable[[], object]) -> float:
+    """The same for one call."""
+    return host_side_by_side_us({"call": call}, rounds=1, repeats=300, warm=30)["call"]
 
 
 def _captured(call: Callable[[], object], nodes: int, scratch: torch.Tensor | None) -> torch.cuda.CUDAGraph:

@@ -6,11 +6,13 @@ The straightforward builder is a plug-in (`--peer FILE`): a module with `Seed(ma
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from common import graph_us, host_us, parser, plugin, publish, refuse_debug, table
+from common import graph_us, host_side_by_side_us, parser, plugin, publish, refuse_debug, table
 
 import mlaplan
 from mlaplan.layout import PlanArrays
@@ -89,6 +91,12 @@ def plan_node(cus: int, seed: int) -> list[list[object]]:
     return lines
 
 
+def _miss(builder: Any, batch: Any) -> None:
+    """A build of the straightforward builder whose plan is not the one before."""
+    builder.key = None
+    builder.build(batch)
+
+
 def host_modes(peer: Any) -> list[list[object]]:
     """Host time of `plan()` by what there is to do."""
     lines = []
@@ -102,33 +110,30 @@ def host_modes(peer: Any) -> list[list[object]]:
                                 device_seq_lens=same.device_seq_lens)  # fmt: skip
         check(planner, planner.plan(changed[0]), changed[0])
         check(planner, planner.plan(unknown), same)
-        planner.plan(same)
-        nothing = host_us(lambda: planner.plan(same))
         step = iter(range(1_000_000))
-        copy = host_us(lambda: planner.plan(changed[next(step) % 2]))
-        launch = host_us(lambda: planner.plan(unknown))
-        deferred = host_us(lambda: planner.plan(unknown, deferred=True))
+        calls: dict[str, Callable[[], object]] = {
+            "nothing": lambda planner=planner, same=same: planner.plan(same),
+            "copy": lambda planner=planner, changed=changed, step=step: planner.plan(changed[next(step) % 2]),
+            "launch": lambda planner=planner, unknown=unknown: planner.plan(unknown),
+            "deferred": lambda planner=planner, unknown=unknown: planner.plan(unknown, deferred=True),
+        }
+        if peer is not None:
+            builder, peer_batch = peer.Seed(8192, 2048, "cuda", None), peer.batch(requests, tokens, context, "cuda")
+            calls |= {"peer hit": partial(builder.build, peer_batch), "peer miss": partial(_miss, builder, peer_batch)}
+        times = host_side_by_side_us(calls)
         assert planner.stats.read_backs == 0
         line: list[object] = [
             f"{requests} x {tokens}, {context}",
-            *(f"{t:.1f}" for t in (nothing, copy, launch, deferred)),
+            *(f"{times[name]:.1f}" for name in ("nothing", "copy", "launch", "deferred")),
         ]
         if peer is not None:
-            builder = peer.Seed(8192, 2048, "cuda", None)
-            peer_batch = peer.batch(requests, tokens, context, "cuda")
-            hit = host_us(lambda: builder.build(peer_batch))
-
-            def miss() -> None:
-                builder.key = None
-                builder.build(peer_batch)
-
-            missed = host_us(miss)
+            hit, missed = times["peer hit"], times["peer miss"]
             line += [
                 f"{hit:.0f}",
                 f"{missed:.0f}",
-                f"{hit / nothing:.0f}x",
-                f"{missed / copy:.1f}x",
-                f"{missed / launch:.1f}x",
+                f"{hit / times['nothing']:.0f}x",
+                f"{missed / times['copy']:.1f}x",
+                f"{missed / times['launch']:.1f}x",
             ]
         lines.append([*line, rows])
     return lines
