@@ -68,6 +68,7 @@ class Planner:
             )
         self.params = self.config.params
         params = self.params
+        self.device.check_sizes(self.config.row_classes[-1], params)
         self._layouts = [
             Layout.of(rows, num_cus=params.num_cus, fold=params.fold, pieces=params.pieces)
             for rows in self.config.row_classes

@@ -24,11 +24,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from mlaplan.costs import DEFAULT, CostTable, portable_default
-from mlaplan.kernels.plan import plan
+from mlaplan.kernels.plan import check_sizes, plan
 from mlaplan.layout import PlanArrays, PlanParams
 
 # Large enough for several blocks of the kernel, of 1024 rows at most.
 _SEVERAL_BLOCKS = 1500
+_UNITS = CostTable(block_tokens=1, block=1, piece=1, whole=1)
 
 
 class Runner:
@@ -105,6 +106,23 @@ def test_more_blocks_than_32_bits_count_are_refused(runner: Runner, policy: str)
     lengths = np.full(16, params.topk, np.int32)
     with pytest.raises(ValueError, match=r"640 tiles weigh 5368719664 blocks"):
         runner.words(Case("folded", np.arange(17, dtype=np.int32), lengths, 16, params))
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "message"),
+    [
+        (64, {"num_cus": 65_536}, r"num_cus is 65536"),
+        (1 << 15, {"topk": 4, "fold": 129}, r"32768 rows times fold 129 are 4227072 tiles, at most 4194304 fit"),
+        (1 << 12, {"topk": 1 << 19}, r"topk is 524288, expected rows \* topk below 2\*\*31 for 4096 rows"),
+        (16, {"policy": "balanced"}, r"cost_table is None"),
+        (16, {"policy": "balanced", "topk": (1 << 20) + 1, "cost_table": _UNITS}, r"1048577 blocks"),
+        (16, {"policy": "balanced", "cost_table": replace(_UNITS, block=1 << 24)}, r"cost_table gives a slot up to"),
+    ],
+)
+def test_sizes_that_the_kernel_has_no_words_for_are_refused(rows: int, changes: dict[str, Any], message: str) -> None:
+    check_sizes(rows, PlanParams(topk=2048, num_cus=304))
+    with pytest.raises(ValueError, match=message):
+        check_sizes(rows, replace(PlanParams(topk=2048, num_cus=304), **changes))
 
 
 @pytest.mark.interpret

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import mlaplan
 from mlaplan.device import HostDevice, make_device
+from mlaplan.layout import PlanParams
 from mlaplan.reference.attention import attention
 from planning import assert_holds, batch, definition, held, ints, planner
 
@@ -153,6 +154,21 @@ class FailingDevice(HostDevice):
         if self.failing:
             raise RuntimeError("the launch failed")
         super().plan(*args)
+
+
+def test_what_the_device_cannot_plan_is_refused_when_the_planner_is_made() -> None:
+    """With the most rows of a plan, and the device's own compute units and fold."""
+
+    class SmallDevice(HostDevice):
+        """Has no words for more than 200 tiles."""
+
+        def check_sizes(self, num_rows: int, params: PlanParams) -> None:
+            if num_rows * params.fold > 200:
+                raise ValueError(f"{num_rows * params.fold} tiles")
+
+    with pytest.raises(ValueError, match="256 tiles"):
+        planner(SmallDevice(), max_rows=256)
+    assert_holds(planner(SmallDevice(), max_rows=200).plan(batch([1], [5])), [1], [5])
 
 
 @pytest.mark.parametrize("capturing", [False, True])

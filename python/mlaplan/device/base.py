@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from mlaplan._types import Int32Array
     from mlaplan.device.ring import StagingRing
+    from mlaplan.layout import PlanParams
 
 
 @dataclass(slots=True)
@@ -87,6 +88,13 @@ class Device(Protocol):
 
     def upload(self, staging: StagingRing, slot: int, buffer: Any, words: int) -> None:
         """Queues a copy of the first `words` words of a slot to the start of `buffer`, and marks the slot as in use."""
+
+    def check_sizes(self, num_rows: int, params: PlanParams) -> None:
+        """Checks that the `plan` op can make plans of so many rows.
+
+        Raises:
+            ValueError: It cannot; the message names what is too large.
+        """
 
     def plan(self, query_start_loc: Any, seq_lens: Any, arrays: Any, params: Any) -> None:
         """Queues the `plan` op, one launch."""

@@ -151,6 +151,9 @@ class HostDevice:
         self.counters.bytes_copied += 4 * words
         staging.queued(slot)
 
+    def check_sizes(self, num_rows: int, params: PlanParams) -> None:
+        """See `Device.check_sizes`. The reference has no limits of its own."""
+
     def plan(self, query_start_loc: Int32Array, seq_lens: Int32Array, arrays: PlanArrays, params: PlanParams) -> None:
         """See `Device.plan`."""
         self.run(reference_plan, query_start_loc, seq_lens, arrays, params)

@@ -15,7 +15,7 @@ from mlaplan.device.ring import StagingRing
 from mlaplan.kernels.decode import decode
 from mlaplan.kernels.launch import CompiledLaunch
 from mlaplan.kernels.merge import merge
-from mlaplan.kernels.plan import plan_launch
+from mlaplan.kernels.plan import check_sizes, plan_launch
 from mlaplan.kernels.slots import slots
 
 if TYPE_CHECKING:
@@ -161,6 +161,10 @@ class TorchDevice:
                 stream.wait_stream(marker.stream)
             marker.stream = stream
         staging.queue = handle
+
+    def check_sizes(self, num_rows: int, params: PlanParams) -> None:
+        """See `Device.check_sizes`."""
+        check_sizes(num_rows, params)
 
     def plan(
         self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, arrays: PlanArrays, params: PlanParams

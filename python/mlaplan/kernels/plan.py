@@ -295,21 +295,31 @@ def _address(array: Any) -> int:
     return int(array.data_ptr() if hasattr(array, "data_ptr") else array.ctypes.data)
 
 
-def _check(query_start_loc: Any, num_requests: int, arrays: PlanArrays, params: PlanParams) -> None:
+def check_sizes(num_rows: int, params: PlanParams) -> None:
+    """Checks that the kernel can make plans of so many rows.
+
+    Raises:
+        ValueError: Some number would not fit the kernel's words; the message names what is too large.
+    """
     _check_params(params)
-    num_rows, num_tiles = arrays.request_ids.shape[0], arrays.request_ids.shape[0] * params.fold
+    num_tiles = num_rows * params.fold
     if params.policy != "aiter":
         _check_costs(num_rows, params)
     if num_rows * params.topk >= 1 << 31:
         raise ValueError(f"topk is {params.topk}, expected rows * topk below 2**31 for {num_rows} rows")
     if num_tiles > _MAX_TILES:
-        raise ValueError(f"request_ids has {num_rows} rows; times fold {params.fold} that is above {_MAX_TILES}")
+        raise ValueError(f"{num_rows} rows times fold {params.fold} are {num_tiles} tiles, at most {_MAX_TILES} fit")
     # aiter's walk, which "balanced" prices too, adds up the blocks of all tiles in 32 bits, 16 more for each.
     weight = num_tiles * (-(-params.topk // 16) + 16) + params.num_cus
     if params.policy != "invariant" and weight >= 1 << 31:
         raise ValueError(
             f"topk is {params.topk}, expected less: {num_tiles} tiles weigh {weight} blocks, at most 2**31 - 1"
         )
+
+
+def _check(query_start_loc: Any, num_requests: int, arrays: PlanArrays, params: PlanParams) -> None:
+    num_rows, num_tiles = arrays.request_ids.shape[0], arrays.request_ids.shape[0] * params.fold
+    check_sizes(num_rows, params)
     for name in ("reduce_indptr", "work_info"):
         address = _address(getattr(arrays, name))
         if address % 16:
