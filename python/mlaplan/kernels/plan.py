@@ -247,6 +247,7 @@ def plan_launch(query_start_loc: Any, seq_lens: Any, arrays: PlanArrays, params:
     rest: tuple[int, ...]
     if params.policy == "invariant":
         rest = (params.piece_tokens, *_costs(params)[:4])
+        constants["FRESH"] = min(64, max(1, 512 // block))
         return Launch(invariant_kernel, (1,), (*before, *rest), constants, {"num_warps": _WARPS[block]})
     constants |= {"FRESH": min(8, max(1, 256 // block)), "EVEN": tiles % 4 == 0}
     budget = 0 if params.split_budget is None else params.split_budget

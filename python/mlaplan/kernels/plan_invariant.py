@@ -32,6 +32,18 @@ def _tiles(kv_indptr_ptr, tile, tiles, piece_tokens, block_tokens, block, piece,
     return start, length, pieces, full, last, cost
 
 
+@triton.jit
+def _slots(cost, num_cus, total, inverse):
+    """The slots of works that have works of so much cost before them; `inverse` is about 1 over `total`.
+
+    A float has 24 bits and a slot has 16, so that the first guess is off by one at most.
+    """
+    shared = cost * num_cus
+    slot = (shared.to(tl.float32) * inverse).to(tl.int32)
+    left = shared - slot.to(tl.int64) * total
+    return slot + (left >= total).to(tl.int32) - (left < 0).to(tl.int32)
+
+
 @triton.jit(
     do_not_specialize=[
         "num_requests",
@@ -74,6 +86,7 @@ def invariant_kernel(
     whole,
     BLOCK: tl.constexpr,
     FOLD: tl.constexpr,
+    FRESH: tl.constexpr,
 ):
     """Makes one plan; one program. Parameters as those of the kernel in `plan.py`, the cost table, and the piece.
 
@@ -109,6 +122,7 @@ def invariant_kernel(
     if total == 0:
         fill(work_indptr_ptr, 1, num_cus + 1, 0, TAIL)
     total = tl.maximum(total, 1)
+    inverse = 1.0 / total.to(tl.float32)
     spent = tl.zeros([], tl.int64)
     works = tl.zeros([], tl.int64)  # works, and partials above them
     for base in range(0, tiles, BLOCK):
@@ -123,6 +137,7 @@ def invariant_kernel(
         work = (worked & 0x7FFFFFFF).to(tl.int32)
         location = (worked >> 32).to(tl.int32)
         tl.store(reduce_indptr_ptr + tile, location, mask=tile < tiles)
+        slot = _slots(behind, num_cus, total, inverse)
         for at in range(tl.max(pieces, 0)):
             inside = at < pieces
             is_last = at == pieces - 1
@@ -131,12 +146,14 @@ def invariant_kernel(
             kv_end = tl.where(is_last, start + length, kv_start + tl.where(cut, piece_tokens, 0))
             place = tl.where(cut, location + at, -1)
             store_work(work_info_ptr, work + at, tile, place, kv_start, kv_end, start + length, inside)
-            slot = (behind * num_cus // total).to(tl.int32)
             behind += tl.where(is_last, last, full)
-            following = (behind * num_cus // total).to(tl.int32)
+            following = _slots(behind, num_cus, total, inverse)
             gap = tl.where(inside, following - slot, 0)
-            for step in range(tl.max(gap, 0)):
-                tl.store(work_indptr_ptr + slot + 1 + step, work + at + 1, mask=step < gap)
+            for first in range(0, tl.max(gap, 0), FRESH):
+                step = (first + tl.arange(0, FRESH))[None, :]
+                ends = (work + at + 1)[:, None] + step * 0
+                tl.store(work_indptr_ptr + slot[:, None] + 1 + step, ends, mask=step < gap[:, None])
+            slot = following
         spent += tl.sum(cost, 0)
         works += tl.sum(packed, 0)
     partials = (works >> 32).to(tl.int32)
