@@ -1,8 +1,11 @@
 //! The fill of `balanced` under a capacity that is feasible, written out.
 
+use std::hint::black_box;
+use std::slice::IterMut;
+
 use super::WORK_WORDS;
 use super::prices::{Parts, Prices};
-use super::sink::{Writer, narrow};
+use super::sink::Writer;
 
 /// Half a work.
 type Half = [i32; WORK_WORDS / 2];
@@ -15,8 +18,9 @@ type Half = [i32; WORK_WORDS / 2];
 struct Rules {
     prices: Prices,
     block: i64,
-    /// Room of an empty slot, and of one behind a piece of no blocks.
+    /// Room of an empty slot, of one behind a row of no blocks, and of one behind a piece of none.
     fresh: Parts,
+    behind_fresh: Parts,
     behind_piece: Parts,
     /// What a whole row costs beside its blocks, and what of that it costs more than a piece.
     whole: Parts,
@@ -24,10 +28,9 @@ struct Rules {
     /// Blocks of a piece that fills a slot, and their tokens: those that a row may have, for where they are more no row is cut.
     most: i64,
     most_tokens: i32,
-    /// What is added to the halves of a work for the next row, and for the next piece that fills a slot.
-    next_row: Half,
+    /// What is added to the first half of a work for the next tile, and for the next piece.
+    next_tile: Half,
     next_piece: Half,
-    next_range: Half,
 }
 
 impl Rules {
@@ -41,14 +44,14 @@ impl Rules {
             prices: *prices,
             block: prices.block.cast_signed(),
             fresh: prices.parts(capacity - whole),
+            behind_fresh: prices.parts(capacity - 2 * whole),
             behind_piece: prices.parts(capacity - piece - whole),
             whole: prices.parts(whole),
             over_piece: prices.parts(whole - piece),
             most,
             most_tokens,
-            next_row: [1, 0, 1, 1],
+            next_tile: [1, 0, 1, 1],
             next_piece: [0, 1, 0, 0],
-            next_range: [most_tokens, most_tokens, -most_tokens, 0],
         }
     }
 
@@ -78,8 +81,16 @@ impl Rules {
 /// Where the fill is.
 #[derive(Debug)]
 struct Fill<'a> {
-    writer: Writer<'a>,
+    works: IterMut<'a, [i32; WORK_WORDS]>,
+    /// Where the first work of each slot that is still to be opened goes.
+    starts: IterMut<'a, i32>,
     room: Parts,
+    /// The first half of the next piece.
+    ids: Half,
+    num_works: i32,
+    num_partials: i32,
+    /// Whether something had no room. A panic in place of it would keep the compiler from holding `ids` in one register.
+    is_over: bool,
 }
 
 #[expect(
@@ -87,68 +98,79 @@ struct Fill<'a> {
     reason = "out of line, all that is carried from tile to tile would go through memory"
 )]
 impl Fill<'_> {
-    /// Places the rows from `row` on as long as they fit the open slot; returns their number.
+    /// The works that follow are the next slot's.
     #[inline(always)]
-    fn place_run(&mut self, rules: &Rules, kv_indptr: &[i32], row: usize, reduce_ends: &mut [i32]) -> usize {
-        let origin = kv_indptr[0];
-        let tile = narrow(row);
-        let mut ids = [tile, -1, tile, tile + 1];
-        let mut placed = 0;
-        for (((&start, &end), work), reduce_end) in kv_indptr[row..]
-            .iter()
-            .zip(&kv_indptr[row + 1..])
-            .zip(&mut self.writer.work_info[self.writer.num_works..])
-            .zip(reduce_ends)
-        {
-            let blocks = rules.blocks(end - start);
-            if blocks > self.room.blocks || start == end {
-                break;
-            }
-            self.room = rules.behind_whole(self.room, blocks);
-            put(work, &ids, &[start - origin, end - origin, 0, 0]);
-            add(&mut ids, &rules.next_row);
-            *reduce_end = self.writer.num_partials;
-            placed += 1;
+    fn open_slot(&mut self) {
+        if let Some(start) = self.starts.next() {
+            *start = self.num_works;
+        } else {
+            self.is_over = true;
         }
-        self.writer.num_works += placed;
-        placed
     }
 
-    /// Places a tile of so many blocks that does not fit the open slot.
     #[inline(always)]
-    fn place_unfit(&mut self, rules: &Rules, tile: i32, [start, end]: [i32; 2], blocks: i64) {
+    fn push(&mut self, ids: &Half, range: &Half, is_whole: bool) {
+        if let Some(work) = self.works.next() {
+            work[..WORK_WORDS / 2].copy_from_slice(ids);
+            work[WORK_WORDS / 2..].copy_from_slice(range);
+            if is_whole {
+                work[1] = -1;
+            }
+        } else {
+            self.is_over = true;
+        }
+        self.num_works += 1;
+    }
+
+    #[inline(always)]
+    fn whole(&mut self, [start, end]: [i32; 2]) {
+        let ids = self.ids;
+        self.push(&ids, &[start, end, 0, 0], true);
+    }
+
+    /// Positions `from .. to` of a row that is cut and that ends at `end`.
+    #[inline(always)]
+    fn piece(&mut self, rules: &Rules, from: i32, to: i32, end: i32) {
+        let ids = self.ids;
+        self.push(&ids, &[from, to, end - to, 0], false);
+        add(&mut self.ids, &rules.next_piece);
+        self.num_partials += 1;
+    }
+
+    /// Places a tile of so many blocks, which are not 0.
+    #[inline(always)]
+    fn place(&mut self, rules: &Rules, [start, end]: [i32; 2], blocks: i64) {
+        if blocks <= self.room.blocks {
+            self.whole([start, end]);
+            self.room = rules.behind_whole(self.room, blocks);
+            return;
+        }
         let mut head = rules.head(self.room).min(blocks - 1);
         if head <= 0 {
-            self.writer.open_slot();
+            self.open_slot();
             if blocks <= rules.fresh.blocks {
-                self.writer.whole(tile, start, end);
-                self.room = rules.behind_whole(rules.fresh, blocks);
+                self.whole([start, end]);
+                self.room = Parts {
+                    blocks: rules.behind_fresh.blocks - blocks,
+                    rest: rules.behind_fresh.rest,
+                };
                 return;
             }
             // All of it may fit as a single piece, but a row that is cut has two.
             head = rules.most.min(blocks - 1);
         }
         let mut from = start + rules.prices.tokens(head.cast_unsigned());
-        self.writer.piece(tile, start, from, end);
+        self.piece(rules, start, from, end);
         let mut left = blocks - head;
-        if left > rules.most {
-            let count;
-            (count, left) = write_full_pieces(
-                &mut self.writer.work_info[self.writer.num_works..],
-                &mut self.writer.work_indptr[self.writer.slot + 1..],
-                narrow(self.writer.num_works),
-                [tile, self.writer.num_partials, from, end],
-                rules,
-                left,
-            );
-            from += rules.most_tokens * narrow(count);
-            self.writer.num_works += count;
-            self.writer.num_partials += narrow(count);
-            self.writer.slot += count;
+        while left > rules.most {
+            let to = from + rules.most_tokens;
+            self.open_slot();
+            self.piece(rules, from, to, end);
+            (from, left) = (to, left - rules.most);
         }
         // The last block may be short, so the end of the row is not `from` plus whole blocks.
-        self.writer.open_slot();
-        self.writer.piece(tile, from, end, end);
+        self.open_slot();
+        self.piece(rules, from, end, end);
         self.room = Parts {
             blocks: rules.behind_piece.blocks - left,
             rest: rules.behind_piece.rest,
@@ -167,7 +189,7 @@ pub(super) fn write_fill(
     prices: &Prices,
 ) -> (usize, usize) {
     // A sum with numbers that the compiler knows would be taken apart, and stored one by one.
-    let rules = std::hint::black_box(Rules::new(capacity, prices));
+    let rules = black_box(Rules::new(capacity, prices));
     if fold == 1 {
         fill::<false>(&rules, kv_indptr, 1, reduce_indptr, writer)
     } else {
@@ -184,67 +206,39 @@ fn fill<const FOLDED: bool>(
     writer: Writer<'_>,
 ) -> (usize, usize) {
     let mut fill = Fill {
-        writer,
+        works: writer.work_info.iter_mut(),
+        starts: writer.work_indptr[1..].iter_mut(),
         room: rules.fresh,
+        ids: [0, 0, 0, 1],
+        num_works: 0,
+        num_partials: 0,
+        is_over: false,
     };
     reduce_indptr[0] = 0;
-    let (origin, rows) = (kv_indptr[0], kv_indptr.len() - 1);
-    let (reduce_ends, behind) = reduce_indptr[1..].split_at_mut(rows * fold);
-    let mut row = 0;
-    while row < rows {
-        let bounds = [kv_indptr[row] - origin, kv_indptr[row + 1] - origin];
-        let blocks = rules.blocks(bounds[1] - bounds[0]);
-        if !FOLDED && blocks > 0 && blocks <= fill.room.blocks {
-            row += fill.place_run(rules, kv_indptr, row, &mut reduce_ends[row..]);
-            continue;
-        }
-        let tiles = row * fold..(row + 1) * fold;
-        for (tile, reduce_end) in tiles.clone().zip(&mut reduce_ends[tiles]) {
-            if FOLDED && blocks > 0 && blocks <= fill.room.blocks {
-                fill.writer.whole(narrow(tile), bounds[0], bounds[1]);
-                fill.room = rules.behind_whole(fill.room, blocks);
-            } else if blocks > 0 {
-                fill.place_unfit(rules, narrow(tile), bounds, blocks);
+    let origin = kv_indptr[0];
+    let fold = if FOLDED { fold } else { 1 };
+    let (reduce_ends, behind) = reduce_indptr[1..].split_at_mut((kv_indptr.len() - 1) * fold);
+    let rows = kv_indptr.iter().zip(&kv_indptr[1..]);
+    for ((&start, &end), reduce_ends) in rows.zip(reduce_ends.chunks_exact_mut(fold)) {
+        let blocks = rules.blocks(end - start);
+        let bounds = [start - origin, end - origin];
+        for reduce_end in reduce_ends {
+            if blocks > 0 {
+                fill.place(rules, bounds, blocks);
             }
-            *reduce_end = fill.writer.num_partials;
+            *reduce_end = fill.num_partials;
+            add(&mut fill.ids, &rules.next_tile);
         }
-        row += 1;
     }
-    behind.fill(fill.writer.num_partials);
-    fill.writer.finish()
-}
-
-/// Writes the pieces of a tile that fill a slot each, from `from` on, while more than that is left; returns their number and what is left.
-#[inline(never)]
-fn write_full_pieces(
-    works: &mut [[i32; WORK_WORDS]],
-    starts: &mut [i32],
-    first: i32,
-    [tile, partial, from, end]: [i32; 4],
-    rules: &Rules,
-    mut left: i64,
-) -> (usize, i64) {
-    let to = from + rules.most_tokens;
-    let (mut ids, mut range) = ([tile, partial, tile, tile + 1], [from, to, end - to, 0]);
-    let mut count = 0;
-    for ((work, start), num_works) in works.iter_mut().zip(starts).zip(first..) {
-        put(work, &ids, &range);
-        *start = num_works;
-        count += 1;
-        left -= rules.most;
-        if left <= rules.most {
-            break;
-        }
-        add(&mut ids, &rules.next_piece);
-        add(&mut range, &rules.next_range);
+    assert!(!fill.is_over, "the capacity is not feasible");
+    behind.fill(fill.num_partials);
+    for start in fill.starts {
+        *start = fill.num_works;
     }
-    (count, left)
-}
-
-#[inline]
-fn put(work: &mut [i32; WORK_WORDS], ids: &Half, range: &Half) {
-    work[..WORK_WORDS / 2].copy_from_slice(ids);
-    work[WORK_WORDS / 2..].copy_from_slice(range);
+    (
+        usize::try_from(fill.num_works).unwrap_or(0),
+        usize::try_from(fill.num_partials).unwrap_or(0),
+    )
 }
 
 #[inline]
