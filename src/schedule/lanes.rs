@@ -20,12 +20,10 @@ const MOST_BLOCKS: i64 = 1 << 14;
 
 /// What is tried: capacities, and what is known of the rows.
 #[derive(Debug)]
-pub(super) struct Trial {
+pub(super) struct Trial<'a> {
+    pub(super) kv_indptr: &'a [i32],
     pub(super) capacities: [u64; LANES],
     pub(super) slots: u64,
-    /// Rows, and their blocks.
-    pub(super) rows: u64,
-    pub(super) blocks: u64,
     /// Blocks of the shortest row that has any, and of the longest.
     pub(super) shortest: u64,
     pub(super) longest: u64,
@@ -141,7 +139,7 @@ impl Lanes {
         let [behind_whole, rest_behind_whole] = behind(2 * whole);
         let most = head.map(|most| most.min(narrow(trial.longest.cast_signed())));
         let fits = fresh[0].into_iter().chain(head).min().unwrap_or(0);
-        let kind = Kind::of(trial, fits, &fresh[0], &most)?;
+        let kind = Kind::of(trial, prices, fits, &fresh[0], &most)?;
         let Parts { blocks, rest } = prices.parts(whole);
         let over_piece = prices.parts(whole - piece);
         Some(Self {
@@ -316,7 +314,7 @@ impl Lanes {
 
 impl Kind {
     /// The walk that asks the least; `None` where a slot has no room for a piece of two blocks but tiles that do not fit.
-    fn of(trial: &Trial, fits: i16, fresh: &Lane, most: &Lane) -> Option<Self> {
+    fn of(trial: &Trial, prices: &Prices, fits: i16, fresh: &Lane, most: &Lane) -> Option<Self> {
         let at_least = |blocks: i16| u64::try_from(blocks).unwrap_or(0);
         let largest = |lane: &Lane| {
             lane.iter()
@@ -333,12 +331,19 @@ impl Kind {
             Self::Wide
         } else if trial.shortest > largest(fresh).max(largest(most)) {
             Self::Long
-        } else if trial.blocks < trial.rows / 4 * (fits + 1) {
+        } else if are_few_above(trial.kv_indptr, prices.tokens(fits)) {
             Self::Mixed
         } else {
             Self::Any
         })
     }
+}
+
+/// Whether a quarter of the rows at most has more than so many tokens.
+fn are_few_above(kv_indptr: &[i32], tokens: i32) -> bool {
+    let rows = kv_indptr.iter().zip(&kv_indptr[1..]);
+    let above: i32 = rows.map(|(start, end)| i32::from(end - start > tokens)).sum();
+    above.unsigned_abs() as usize <= kv_indptr.len() / 4
 }
 
 /// 2^16 over `most`, rounded up.
@@ -456,10 +461,9 @@ mod tests {
             }
             let survey = prices.survey(&kv_indptr);
             let trial = Trial {
+                kv_indptr: &kv_indptr,
                 capacities,
                 slots: 100,
-                rows: tiles.len() as u64,
-                blocks: survey.blocks,
                 shortest: survey.shortest,
                 longest: survey.longest,
             };

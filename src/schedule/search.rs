@@ -61,10 +61,9 @@ impl Search<'_> {
     /// Walks all tiles with each of the candidates; returns the slots that they use, `None` where a number is too large for that.
     fn run(&self, candidates: [u64; LANES]) -> Option<[u64; LANES]> {
         let trial = Trial {
+            kv_indptr: self.kv_indptr,
             capacities: candidates.map(|candidate| self.low + candidate * self.step),
             slots: self.slots,
-            rows: self.kv_indptr.len() as u64 - 1,
-            blocks: self.rows.blocks,
             shortest: self.rows.shortest,
             longest: self.rows.longest,
         };
