@@ -1,11 +1,15 @@
 //! The fill of `balanced` under a capacity that is feasible, written out.
 
 use std::hint::black_box;
+use std::mem::take;
 use std::slice::IterMut;
 
 use super::WORK_WORDS;
 use super::prices::{Parts, Prices};
-use super::sink::Writer;
+use super::sink::{Writer, narrow};
+
+/// Rows per slot from which on those that fit the open slot are so many that a loop of their own is worth its call.
+const LONG_RUN: usize = 4;
 
 /// Half a work.
 type Half = [i32; WORK_WORDS / 2];
@@ -22,7 +26,8 @@ struct Rules {
     fresh: Parts,
     behind_fresh: Parts,
     behind_piece: Parts,
-    /// What a whole row costs beside its blocks, and what of that it costs more than a piece.
+    /// What a whole row costs beside its blocks, also in blocks, and what of that it costs more than a piece.
+    whole_cost: i64,
     whole: Parts,
     over_piece: Parts,
     /// Blocks of a piece that fills a slot, and their tokens: those that a row may have, for where they are more no row is cut.
@@ -46,6 +51,7 @@ impl Rules {
             fresh: prices.parts(capacity - whole),
             behind_fresh: prices.parts(capacity - 2 * whole),
             behind_piece: prices.parts(capacity - piece - whole),
+            whole_cost: whole,
             whole: prices.parts(whole),
             over_piece: prices.parts(whole - piece),
             most,
@@ -97,7 +103,31 @@ struct Fill<'a> {
     clippy::inline_always,
     reason = "out of line, all that is carried from tile to tile would go through memory"
 )]
-impl Fill<'_> {
+impl<'a> Fill<'a> {
+    fn new(rules: &Rules, work_indptr: &'a mut [i32], work_info: &'a mut [[i32; WORK_WORDS]]) -> Self {
+        Self {
+            works: work_info.iter_mut(),
+            starts: work_indptr[1..].iter_mut(),
+            room: rules.fresh,
+            ids: [0, 0, 0, 1],
+            num_works: 0,
+            num_partials: 0,
+            is_over: false,
+        }
+    }
+
+    /// Ends the last slot and leaves the ones behind it empty; returns the numbers of works and partials.
+    fn finish(self) -> (usize, usize) {
+        assert!(!self.is_over, "the capacity is not feasible");
+        for start in self.starts {
+            *start = self.num_works;
+        }
+        (
+            usize::try_from(self.num_works).unwrap_or(0),
+            usize::try_from(self.num_partials).unwrap_or(0),
+        )
+    }
+
     /// The works that follow are the next slot's.
     #[inline(always)]
     fn open_slot(&mut self) {
@@ -139,12 +169,18 @@ impl Fill<'_> {
 
     /// Places a tile of so many blocks, which are not 0.
     #[inline(always)]
-    fn place(&mut self, rules: &Rules, [start, end]: [i32; 2], blocks: i64) {
+    fn place(&mut self, rules: &Rules, bounds: [i32; 2], blocks: i64) {
         if blocks <= self.room.blocks {
-            self.whole([start, end]);
+            self.whole(bounds);
             self.room = rules.behind_whole(self.room, blocks);
-            return;
+        } else {
+            self.place_unfit(rules, bounds, blocks);
         }
+    }
+
+    /// Places a tile that does not fit the open slot.
+    #[inline(always)]
+    fn place_unfit(&mut self, rules: &Rules, [start, end]: [i32; 2], blocks: i64) {
         let mut head = rules.head(self.room).min(blocks - 1);
         if head <= 0 {
             self.open_slot();
@@ -190,10 +226,12 @@ pub(super) fn write_fill(
 ) -> (usize, usize) {
     // A sum with numbers that the compiler knows would be taken apart, and stored one by one.
     let rules = black_box(Rules::new(capacity, prices));
-    if fold == 1 {
-        fill::<false>(&rules, kv_indptr, 1, reduce_indptr, writer)
-    } else {
+    if fold > 1 {
         fill::<true>(&rules, kv_indptr, fold, reduce_indptr, writer)
+    } else if kv_indptr.len() > LONG_RUN * writer.work_indptr.len() {
+        fill_in_runs(&rules, kv_indptr, reduce_indptr, writer)
+    } else {
+        fill::<false>(&rules, kv_indptr, 1, reduce_indptr, writer)
     }
 }
 
@@ -205,15 +243,7 @@ fn fill<const FOLDED: bool>(
     reduce_indptr: &mut [i32],
     writer: Writer<'_>,
 ) -> (usize, usize) {
-    let mut fill = Fill {
-        works: writer.work_info.iter_mut(),
-        starts: writer.work_indptr[1..].iter_mut(),
-        room: rules.fresh,
-        ids: [0, 0, 0, 1],
-        num_works: 0,
-        num_partials: 0,
-        is_over: false,
-    };
+    let mut fill = Fill::new(rules, writer.work_indptr, writer.work_info);
     reduce_indptr[0] = 0;
     let origin = kv_indptr[0];
     let fold = if FOLDED { fold } else { 1 };
@@ -230,15 +260,95 @@ fn fill<const FOLDED: bool>(
             add(&mut fill.ids, &rules.next_tile);
         }
     }
-    assert!(!fill.is_over, "the capacity is not feasible");
     behind.fill(fill.num_partials);
-    for start in fill.starts {
-        *start = fill.num_works;
+    fill.finish()
+}
+
+/// As [`fill`], with a loop for the rows that fit the open slot.
+#[inline(never)]
+fn fill_in_runs(
+    rules: &Rules,
+    kv_indptr: &[i32],
+    reduce_indptr: &mut [i32],
+    writer: Writer<'_>,
+) -> (usize, usize) {
+    let mut fill = Fill::new(rules, writer.work_indptr, writer.work_info);
+    reduce_indptr[0] = 0;
+    let (origin, rows) = (kv_indptr[0], kv_indptr.len() - 1);
+    let mut row = 0;
+    while row < rows {
+        let works = take(&mut fill.works).into_slice();
+        let reduce_ends = &mut reduce_indptr[1 + row..];
+        let tile = narrow(row);
+        let placed;
+        (placed, fill.room) = place_run(
+            rules,
+            &kv_indptr[row..],
+            works,
+            reduce_ends,
+            Run {
+                origin,
+                tile,
+                num_partials: fill.num_partials,
+                room: fill.room,
+            },
+        );
+        fill.works = works[placed..].iter_mut();
+        fill.num_works += narrow(placed);
+        row += placed;
+        if let [start, end, ..] = kv_indptr[row..] {
+            let blocks = rules.blocks(end - start);
+            let tile = narrow(row);
+            fill.ids = [tile, fill.num_partials, tile, tile + 1];
+            if blocks > 0 {
+                fill.place_unfit(rules, [start - origin, end - origin], blocks);
+            }
+            row += 1;
+            reduce_indptr[row] = fill.num_partials;
+        }
     }
-    (
-        usize::try_from(fill.num_works).unwrap_or(0),
-        usize::try_from(fill.num_partials).unwrap_or(0),
-    )
+    reduce_indptr[rows + 1..].fill(fill.num_partials);
+    fill.finish()
+}
+
+/// Where a run of rows begins.
+#[derive(Debug)]
+struct Run {
+    origin: i32,
+    tile: i32,
+    num_partials: i32,
+    room: Parts,
+}
+
+/// Places rows as long as they fit the open slot and have anything; returns their number and what room is left.
+#[inline(never)]
+fn place_run(
+    rules: &Rules,
+    kv_indptr: &[i32],
+    works: &mut [[i32; WORK_WORDS]],
+    reduce_ends: &mut [i32],
+    run: Run,
+) -> (usize, Parts) {
+    let mut ids = [run.tile, -1, run.tile, run.tile + 1];
+    // Here nothing waits for a product, and a cost is fewer numbers than its parts.
+    let mut room = run.room.blocks * rules.block + run.room.rest;
+    let mut placed = 0;
+    for (((&start, &end), work), reduce_end) in
+        kv_indptr.iter().zip(&kv_indptr[1..]).zip(works).zip(reduce_ends)
+    {
+        let blocks = rules.blocks(end - start);
+        let cost = blocks * rules.block;
+        if cost > room || start == end {
+            break;
+        }
+        room -= cost + rules.whole_cost;
+        work[..WORK_WORDS / 2].copy_from_slice(&ids);
+        work[WORK_WORDS / 2..].copy_from_slice(&[start - run.origin, end - run.origin, 0, 0]);
+        add(&mut ids, &rules.next_tile);
+        *reduce_end = run.num_partials;
+        placed += 1;
+    }
+    (placed, rules.prices.parts(room))
 }
 
 #[inline]
