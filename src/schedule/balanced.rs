@@ -71,19 +71,20 @@ pub(super) fn capacity(
     if is_beaten(least + prices.cut) {
         return None;
     }
-    // Few tiles have few ways to lie: the least that is possible often is, or one close to it.
+    // Few tiles have few ways to lie: the least that is possible often is, or one close to it. Else it is if it was for the batch before.
     let are_few = 6 * demand.live_tiles <= slots;
-    let found = if are_few && search.is_feasible(least) {
+    let hinted = hint.map(|over| over / step);
+    let is_least_likely = hinted.map_or(are_few, |candidate| candidate <= search.from);
+    let found = if is_least_likely && search.is_feasible(least) {
         least
     } else {
-        let first = if are_few {
-            search.from += 1;
-            search.from
-        } else {
-            let over = hint.unwrap_or_else(|| guess(&demand, prices));
-            (over / step).saturating_sub(LANES as u64 / 2)
+        search.from += u64::from(is_least_likely);
+        let near = match hinted {
+            Some(candidate) => candidate,
+            None if are_few => search.from + LANES as u64 / 2,
+            None => guess(&demand, prices) / step,
         };
-        low + search.least_feasible(first) * step
+        low + search.least_feasible(near) * step
     };
     *hint = Some(found - low);
     match whole_tiles.filter(|&cost| cost < found + prices.cut) {

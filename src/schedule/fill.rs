@@ -6,6 +6,7 @@ use std::slice::IterMut;
 
 use super::WORK_WORDS;
 use super::prices::{Parts, Prices};
+use super::rules::Rules;
 use super::sink::{Writer, narrow};
 
 /// Rows per slot from which on those that fit the open slot are so many that a loop of their own is worth its call.
@@ -14,73 +15,21 @@ const LONG_RUN: usize = 4;
 /// Half a work.
 type Half = [i32; WORK_WORDS / 2];
 
-/// What follows from the table and the capacity.
-///
-/// What a slot has room for is kept as `whole + g * block + f` with `0 <= f < block`: a row of `n` blocks is whole where `n` is at most `g`, and
-/// from one row to the next there is neither a product nor a quotient to wait for.
+/// What is added to the first half of a work.
 #[derive(Debug)]
-struct Rules {
-    prices: Prices,
-    block: i64,
-    /// Room of an empty slot, of one behind a row of no blocks, and of one behind a piece of none.
-    fresh: Parts,
-    behind_fresh: Parts,
-    behind_piece: Parts,
-    /// What a whole row costs beside its blocks, also in blocks, and what of that it costs more than a piece.
-    whole_cost: i64,
-    whole: Parts,
-    over_piece: Parts,
-    /// Blocks of a piece that fills a slot, and their tokens: those that a row may have, for where they are more no row is cut.
-    most: i64,
-    most_tokens: i32,
-    /// What is added to the first half of a work for the next tile, and for the next piece.
+struct Steps {
     next_tile: Half,
     next_piece: Half,
 }
 
-impl Rules {
+impl Steps {
+    /// A sum with numbers that the compiler knows would be taken apart, and stored one by one.
     #[inline]
-    fn new(capacity: u64, prices: &Prices) -> Self {
-        let [capacity, piece, whole] = [capacity, prices.piece, prices.whole].map(u64::cast_signed);
-        let most = prices.parts(capacity - piece).blocks;
-        let most_tokens = most.saturating_mul(prices.block_tokens().cast_signed());
-        let most_tokens = i32::try_from(most_tokens).unwrap_or(i32::MAX);
-        Self {
-            prices: *prices,
-            block: prices.block.cast_signed(),
-            fresh: prices.parts(capacity - whole),
-            behind_fresh: prices.parts(capacity - 2 * whole),
-            behind_piece: prices.parts(capacity - piece - whole),
-            whole_cost: whole,
-            whole: prices.parts(whole),
-            over_piece: prices.parts(whole - piece),
-            most,
-            most_tokens,
+    fn new() -> Self {
+        black_box(Self {
             next_tile: [1, 0, 1, 1],
             next_piece: [0, 1, 0, 0],
-        }
-    }
-
-    #[inline]
-    fn blocks(&self, tokens: i32) -> i64 {
-        self.prices.blocks(tokens).cast_signed()
-    }
-
-    /// Room behind one more whole row.
-    #[inline]
-    fn behind_whole(&self, room: Parts, blocks: i64) -> Parts {
-        let rest = room.rest - self.whole.rest;
-        let borrowed = rest >> 63;
-        Parts {
-            blocks: room.blocks - (blocks + self.whole.blocks - borrowed),
-            rest: rest + (self.block & borrowed),
-        }
-    }
-
-    /// Blocks of a piece that the room is enough for, 0 or less for none.
-    #[inline]
-    fn head(&self, room: Parts) -> i64 {
-        room.blocks + self.over_piece.blocks + i64::from(room.rest + self.over_piece.rest >= self.block)
+        })
     }
 }
 
@@ -93,6 +42,7 @@ struct Fill<'a> {
     room: Parts,
     /// The first half of the next piece.
     ids: Half,
+    steps: Steps,
     num_works: i32,
     num_partials: i32,
     /// Whether something had no room. A panic in place of it would keep the compiler from holding `ids` in one register.
@@ -110,6 +60,7 @@ impl<'a> Fill<'a> {
             starts: work_indptr[1..].iter_mut(),
             room: rules.fresh,
             ids: [0, 0, 0, 1],
+            steps: Steps::new(),
             num_works: 0,
             num_partials: 0,
             is_over: false,
@@ -160,10 +111,10 @@ impl<'a> Fill<'a> {
 
     /// Positions `from .. to` of a row that is cut and that ends at `end`.
     #[inline(always)]
-    fn piece(&mut self, rules: &Rules, from: i32, to: i32, end: i32) {
+    fn piece(&mut self, from: i32, to: i32, end: i32) {
         let ids = self.ids;
         self.push(&ids, &[from, to, end - to, 0], false);
-        add(&mut self.ids, &rules.next_piece);
+        add(&mut self.ids, &self.steps.next_piece);
         self.num_partials += 1;
     }
 
@@ -186,31 +137,25 @@ impl<'a> Fill<'a> {
             self.open_slot();
             if blocks <= rules.fresh.blocks {
                 self.whole([start, end]);
-                self.room = Parts {
-                    blocks: rules.behind_fresh.blocks - blocks,
-                    rest: rules.behind_fresh.rest,
-                };
+                self.room = rules.behind_fresh(blocks);
                 return;
             }
             // All of it may fit as a single piece, but a row that is cut has two.
             head = rules.most.min(blocks - 1);
         }
         let mut from = start + rules.prices.tokens(head.cast_unsigned());
-        self.piece(rules, start, from, end);
+        self.piece(start, from, end);
         let mut left = blocks - head;
         while left > rules.most {
             let to = from + rules.most_tokens;
             self.open_slot();
-            self.piece(rules, from, to, end);
+            self.piece(from, to, end);
             (from, left) = (to, left - rules.most);
         }
         // The last block may be short, so the end of the row is not `from` plus whole blocks.
         self.open_slot();
-        self.piece(rules, from, end, end);
-        self.room = Parts {
-            blocks: rules.behind_piece.blocks - left,
-            rest: rules.behind_piece.rest,
-        };
+        self.piece(from, end, end);
+        self.room = rules.behind_piece(left);
     }
 }
 
@@ -224,8 +169,7 @@ pub(super) fn write_fill(
     capacity: u64,
     prices: &Prices,
 ) -> (usize, usize) {
-    // A sum with numbers that the compiler knows would be taken apart, and stored one by one.
-    let rules = black_box(Rules::new(capacity, prices));
+    let rules = Rules::new(capacity, prices);
     if fold > 1 {
         fill::<true>(&rules, kv_indptr, fold, reduce_indptr, writer)
     } else if kv_indptr.len() > LONG_RUN * writer.work_indptr.len() {
@@ -257,7 +201,7 @@ fn fill<const FOLDED: bool>(
                 fill.place(rules, bounds, blocks);
             }
             *reduce_end = fill.num_partials;
-            add(&mut fill.ids, &rules.next_tile);
+            add(&mut fill.ids, &fill.steps.next_tile);
         }
     }
     behind.fill(fill.num_partials);
@@ -291,6 +235,7 @@ fn fill_in_runs(
                 tile,
                 num_partials: fill.num_partials,
                 room: fill.room,
+                next_tile: fill.steps.next_tile,
             },
         );
         fill.works = works[placed..].iter_mut();
@@ -318,6 +263,7 @@ struct Run {
     tile: i32,
     num_partials: i32,
     room: Parts,
+    next_tile: Half,
 }
 
 /// Places rows as long as they fit the open slot and have anything; returns their number and what room is left.
@@ -344,7 +290,7 @@ fn place_run(
         room -= cost + rules.whole_cost;
         work[..WORK_WORDS / 2].copy_from_slice(&ids);
         work[WORK_WORDS / 2..].copy_from_slice(&[start - run.origin, end - run.origin, 0, 0]);
-        add(&mut ids, &rules.next_tile);
+        add(&mut ids, &run.next_tile);
         *reduce_end = run.num_partials;
         placed += 1;
     }

@@ -16,6 +16,7 @@ mod invariant;
 mod lanes;
 mod prices;
 pub mod quality;
+mod rules;
 mod safety;
 mod search;
 mod sink;

@@ -128,12 +128,6 @@ impl Prices {
             rest: cost - blocks * block,
         }
     }
-
-    /// Blocks that a piece of cost `room` may have.
-    #[inline]
-    pub(super) fn most(&self, room: u64) -> u64 {
-        self.in_blocks(room.saturating_sub(self.piece))
-    }
 }
 
 /// A cost as `blocks * block + rest` with `0 <= rest < block`.

@@ -4,7 +4,8 @@
 
 use super::balanced::CANDIDATES;
 use super::lanes::{LANES, Lanes, Trial};
-use super::prices::{Prices, Survey};
+use super::prices::{Divisor, Prices, Survey};
+use super::rules::Rules;
 
 /// So few entries make single trials cheaper than the lanes' numbers.
 const FEW: usize = 5;
@@ -24,20 +25,20 @@ pub(super) struct Search<'a> {
 }
 
 impl Search<'_> {
-    /// Returns the least feasible candidate; `first` is the first of those that are tried first.
-    pub(super) fn least_feasible(&self, first: u64) -> u64 {
+    /// Returns the least feasible candidate; those about `near` are tried first.
+    pub(super) fn least_feasible(&self, near: u64) -> u64 {
         let last = CANDIDATES - 1;
         // The last infeasible and the least feasible candidate that are known bound the answer: `from - 1` and `to`.
         let (mut from, mut to) = (self.from.min(last), last);
         if self.kv_indptr.len() <= FEW {
-            return self.gallop(first, [from, to]);
+            return self.gallop(near, [from, to]);
         }
-        let mut tried = run_of(first, 1, from, to);
+        let mut tried = run_of(near.saturating_sub(LANES as u64 / 2), 1, from, to);
         let mut apart = 1;
         while from < to {
             let (before, behind) = (from, to);
             let Some(run) = self.run(tried) else {
-                return self.gallop(first + LANES as u64 / 2, [from, to]);
+                return self.gallop(near, [from, to]);
             };
             for (candidate, used) in tried.into_iter().zip(run) {
                 if used > self.slots {
@@ -97,32 +98,38 @@ impl Search<'_> {
 
     /// Whether the fill under `capacity` needs no more slots than there are. For numbers of any size.
     pub(super) fn is_feasible(&self, capacity: u64) -> bool {
-        let Prices {
-            block, piece, whole, ..
-        } = *self.prices;
-        let fill = self.prices.most(capacity);
-        let (mut room, mut used) = (capacity, 1);
+        let rules = Rules::new(capacity, self.prices);
+        // No row has as many blocks as would not fit.
+        let most = rules.most.clamp(1, self.rows.longest.max(1).cast_signed());
+        let per_piece = Divisor::new(u32::try_from(most).unwrap_or(u32::MAX));
+        let (mut room, mut used) = (rules.fresh, 1);
         for bounds in self.kv_indptr.windows(2) {
-            let blocks = self.prices.blocks(bounds[1] - bounds[0]);
+            let blocks = rules.blocks(bounds[1] - bounds[0]);
             if blocks == 0 {
                 continue;
             }
-            let cost = whole + blocks * block;
             for _ in 0..self.fold {
-                if cost <= room {
-                    room -= cost;
+                if blocks <= room.blocks {
+                    room = rules.behind_whole(room, blocks);
                     continue;
                 }
-                let head = self.prices.most(room).min(blocks - 1);
-                if head == 0 && cost <= capacity {
-                    used += 1;
-                    room = capacity - cost;
+                let mut head = rules.head(room).min(blocks - 1);
+                if head <= 0 && blocks <= rules.fresh.blocks {
+                    room = rules.behind_fresh(blocks);
                 } else {
-                    let (left, most) = (blocks - head, fill.min(blocks - 1));
-                    let fresh = left.div_ceil(most);
-                    used += fresh;
-                    room = capacity - piece - (left - (fresh - 1) * most) * block;
+                    if head <= 0 {
+                        used += 1;
+                        head = most.min(blocks - 1);
+                    }
+                    let mut left = blocks - head;
+                    if left > most {
+                        let full = per_piece.narrow((left - 1).cast_unsigned());
+                        used += full;
+                        left -= full.cast_signed() * most;
+                    }
+                    room = rules.behind_piece(left);
                 }
+                used += 1;
                 if used > self.slots {
                     return false;
                 }
@@ -208,10 +215,10 @@ mod tests {
             let expected = (search.from.min(CANDIDATES - 1)..CANDIDATES)
                 .find(is_feasible)
                 .unwrap();
-            for first in [0, expected.saturating_sub(1), expected, 30, 63, 1000] {
+            for near in [0, expected.saturating_sub(1), expected, 30, 63, 1000] {
                 let all = [search.from.min(CANDIDATES - 1), CANDIDATES - 1];
-                let found = [search.least_feasible(first), search.gallop(first, all)];
-                assert_eq!(found, [expected; 2], "case {case}, {first}: {table:?}");
+                let found = [search.least_feasible(near), search.gallop(near, all)];
+                assert_eq!(found, [expected; 2], "case {case}, {near}: {table:?}");
             }
         }
     }
