@@ -192,10 +192,12 @@ fn fill<const FOLDED: bool>(
     let origin = kv_indptr[0];
     let fold = if FOLDED { fold } else { 1 };
     let (reduce_ends, behind) = reduce_indptr[1..].split_at_mut((kv_indptr.len() - 1) * fold);
-    let rows = kv_indptr.iter().zip(&kv_indptr[1..]);
-    for ((&start, &end), reduce_ends) in rows.zip(reduce_ends.chunks_exact_mut(fold)) {
+    let mut start = 0;
+    for (&end, reduce_ends) in kv_indptr[1..].iter().zip(reduce_ends.chunks_exact_mut(fold)) {
+        let end = end - origin;
         let blocks = rules.blocks(end - start);
-        let bounds = [start - origin, end - origin];
+        let bounds = [start, end];
+        start = end;
         for reduce_end in reduce_ends {
             if blocks > 0 {
                 fill.place(rules, bounds, blocks);

@@ -14,10 +14,12 @@ pub(super) struct Rules {
     pub(super) fresh: Parts,
     behind_fresh: Parts,
     behind_piece: Parts,
-    /// What a whole row costs beside its blocks, also in blocks, and what of that it costs more than a piece.
+    /// What a whole row costs beside its blocks, also in blocks.
     pub(super) whole_cost: i64,
-    pub(super) whole: Parts,
-    pub(super) over_piece: Parts,
+    whole: Parts,
+    /// How many blocks more a piece may have than a whole row, for a rest below `carry_from`; one more for others.
+    over_piece: i64,
+    carry_from: i64,
     /// Blocks of a piece that fills a slot, and their tokens: those that a row may have, for where they are more no row is cut.
     pub(super) most: i64,
     pub(super) most_tokens: i32,
@@ -30,6 +32,7 @@ impl Rules {
         let most = prices.parts(capacity - piece).blocks;
         let most_tokens = most.saturating_mul(prices.block_tokens().cast_signed());
         let most_tokens = i32::try_from(most_tokens).unwrap_or(i32::MAX);
+        let over_piece = prices.parts(whole - piece);
         Self {
             prices: *prices,
             block: prices.block.cast_signed(),
@@ -38,7 +41,8 @@ impl Rules {
             behind_piece: prices.parts(capacity - piece - whole),
             whole_cost: whole,
             whole: prices.parts(whole),
-            over_piece: prices.parts(whole - piece),
+            over_piece: over_piece.blocks,
+            carry_from: prices.block.cast_signed() - over_piece.rest,
             most,
             most_tokens,
         }
@@ -81,6 +85,6 @@ impl Rules {
     /// Blocks of a piece that the room is enough for, 0 or less for none.
     #[inline]
     pub(super) fn head(&self, room: Parts) -> i64 {
-        room.blocks + self.over_piece.blocks + i64::from(room.rest + self.over_piece.rest >= self.block)
+        room.blocks + self.over_piece + i64::from(room.rest >= self.carry_from)
     }
 }
