@@ -54,7 +54,12 @@ struct Fill<'a> {
     reason = "out of line, all that is carried from tile to tile would go through memory"
 )]
 impl<'a> Fill<'a> {
-    fn new(rules: &Rules, work_indptr: &'a mut [i32], work_info: &'a mut [[i32; WORK_WORDS]]) -> Self {
+    fn new(rules: &Rules, writer: Writer<'a>) -> Self {
+        let Writer {
+            work_indptr,
+            work_info,
+            ..
+        } = writer;
         Self {
             works: work_info.iter_mut(),
             starts: work_indptr[1..].iter_mut(),
@@ -187,7 +192,7 @@ fn fill<const FOLDED: bool>(
     reduce_indptr: &mut [i32],
     writer: Writer<'_>,
 ) -> (usize, usize) {
-    let mut fill = Fill::new(rules, writer.work_indptr, writer.work_info);
+    let mut fill = Fill::new(rules, writer);
     reduce_indptr[0] = 0;
     let origin = kv_indptr[0];
     let fold = if FOLDED { fold } else { 1 };
@@ -218,7 +223,7 @@ fn fill_in_runs(
     reduce_indptr: &mut [i32],
     writer: Writer<'_>,
 ) -> (usize, usize) {
-    let mut fill = Fill::new(rules, writer.work_indptr, writer.work_info);
+    let mut fill = Fill::new(rules, writer);
     reduce_indptr[0] = 0;
     let (origin, rows) = (kv_indptr[0], kv_indptr.len() - 1);
     let mut row = 0;
@@ -259,7 +264,7 @@ fn fill_in_runs(
 }
 
 /// Where a run of rows begins.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 struct Run {
     origin: i32,
     tile: i32,
@@ -303,5 +308,141 @@ fn place_run(
 fn add(half: &mut Half, step: &Half) {
     for (word, step) in half.iter_mut().zip(step) {
         *word += step;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::CostTable;
+    use super::*;
+
+    /// Works, and where the slots and the partials begin; entries behind them keep a mark.
+    type Arrays = [Vec<i32>; 3];
+
+    fn written(
+        kv_indptr: &[i32],
+        slots: usize,
+        by: impl FnOnce(&[i32], &mut [i32], Writer) -> (usize, usize),
+    ) -> (Arrays, (usize, usize)) {
+        let rows = kv_indptr.len() - 1;
+        let mut arrays = [
+            vec![-7; (rows + slots) * WORK_WORDS],
+            vec![-7; slots + 3],
+            vec![-7; rows + 3],
+        ];
+        let [work_info, work_indptr, reduce_indptr] = &mut arrays;
+        let counts = by(kv_indptr, reduce_indptr, Writer::new(work_indptr, work_info));
+        (arrays, counts)
+    }
+
+    /// The works of the definition, tile by tile and slot by slot, as slot, tile, first and last position, and the slots.
+    fn defined(lengths: &[i64], capacity: i64, table: &CostTable) -> (Vec<[i64; 4]>, usize) {
+        let [tokens, block, piece, whole] =
+            [table.block_tokens, table.block, table.piece, table.whole].map(i64::from);
+        let (mut works, mut slot, mut room) = (vec![], 0, capacity);
+        for (tile, &length) in (0..).zip(lengths) {
+            let blocks = length.div_euclid(tokens) + i64::from(length % tokens > 0);
+            let mut done = 0;
+            while done < blocks {
+                if done == 0 && whole + blocks * block <= room {
+                    works.push([slot, tile, 0, length]);
+                    room -= whole + blocks * block;
+                    break;
+                }
+                let most = if done == 0 { blocks - 1 } else { blocks - done };
+                let taken = most.min((room - piece).div_euclid(block)).max(0);
+                if taken > 0 {
+                    works.push([slot, tile, done * tokens, length.min((done + taken) * tokens)]);
+                    room -= piece + taken * block;
+                    done += taken;
+                }
+                if done < blocks {
+                    (slot, room) = (slot + 1, capacity);
+                }
+            }
+        }
+        (works, usize::try_from(slot).unwrap() + 1)
+    }
+
+    #[test]
+    fn every_loop_writes_the_works_of_the_definition() {
+        let mut seed = 5_u64;
+        let mut below = |end: u64| {
+            seed = seed
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            (seed >> 33) % end
+        };
+        for case in 0..4000 {
+            let (power, longest_power) = (below(20), below(14));
+            let block = 1 + below(1 << power);
+            let scale = [1, 2, 8, 40][usize::try_from(below(4)).unwrap()] * block;
+            let whole = below(scale);
+            let piece = below(scale).min(whole + block);
+            let tokens = [1, 3, 16, 64][usize::try_from(below(4)).unwrap()];
+            let table = CostTable {
+                block_tokens: tokens,
+                block: u32::try_from(block).unwrap(),
+                piece: u32::try_from(piece).unwrap(),
+                whole: u32::try_from(whole).unwrap(),
+                ..CostTable::AITER
+            };
+            let longest = 1 + below(1 << longest_power);
+            let lengths: Vec<i64> = (0..=below(80))
+                .map(|_| i64::try_from(below(longest + 1)).unwrap())
+                .collect();
+            let mut kv_indptr = vec![i32::try_from(below(50)).unwrap()];
+            for length in &lengths {
+                kv_indptr.push(kv_indptr[kv_indptr.len() - 1] + i32::try_from(*length).unwrap());
+            }
+            // From a slot per block to a slot for everything.
+            let blocks = longest.div_ceil(tokens.into()) * (1 + below(4));
+            let capacity = piece.max(whole) + block * (1 + below(1 + blocks)) + below(block);
+            let (works, slots) = defined(&lengths, capacity.cast_signed(), &table);
+            let prices = Prices::of(&table);
+            let rules = Rules::new(capacity, &prices);
+            let all = [
+                written(&kv_indptr, slots, |rows, reduce, writer| {
+                    fill::<false>(&rules, rows, 1, reduce, writer)
+                }),
+                written(&kv_indptr, slots, |rows, reduce, writer| {
+                    fill::<true>(&rules, rows, 1, reduce, writer)
+                }),
+                written(&kv_indptr, slots, |rows, reduce, writer| {
+                    fill_in_runs(&rules, rows, reduce, writer)
+                }),
+            ];
+            let context = format!("case {case}: {table:?} {capacity} {lengths:?}");
+            assert_eq!(all[0], all[1], "{context}");
+            assert_eq!(all[0], all[2], "{context}");
+            let ([work_info, work_indptr, _], (num_works, _)) = &all[0];
+            let mut made = vec![];
+            for (slot, bounds) in (0..).zip(work_indptr.windows(2)) {
+                for work in bounds[0]..bounds[1] {
+                    let word = |at| i64::from(work_info[usize::try_from(work).unwrap() * WORK_WORDS + at]);
+                    let first: i64 = lengths.iter().zip(0..word(0)).map(|(length, _)| length).sum();
+                    made.push([slot, word(0), word(4) - first, word(5) - first]);
+                    assert_eq!(
+                        word(6),
+                        lengths[usize::try_from(word(0)).unwrap()] - (word(5) - first)
+                    );
+                }
+            }
+            assert_eq!(made, works, "{context}");
+            assert!(
+                work_info[num_works * WORK_WORDS..].iter().all(|&word| word == -7),
+                "{context}"
+            );
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "not feasible")]
+    fn too_small_a_capacity_is_not_passed_over() {
+        let prices = Prices::of(&CostTable::AITER);
+        let rules = Rules::new(40, &prices);
+        written(&[0, 2048], 2, |rows, reduce, writer| {
+            fill::<false>(&rules, rows, 1, reduce, writer)
+        });
     }
 }

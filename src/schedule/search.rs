@@ -165,6 +165,89 @@ mod tests {
         }
     }
 
+    /// Whether the fill needs no more slots than there are, by its definition.
+    fn fits(tiles: &[i128], capacity: i128, slots: u64, prices: &Prices) -> bool {
+        let [block, piece, whole] = [prices.block, prices.piece, prices.whole].map(i128::from);
+        let (mut used, mut room) = (1, capacity);
+        for &blocks in tiles {
+            if whole + blocks * block <= room {
+                room -= whole + blocks * block;
+                continue;
+            }
+            let head = (blocks - 1).min((room - piece).div_euclid(block)).max(0);
+            let most = (blocks - 1).min((capacity - piece).div_euclid(block));
+            if head == 0 && whole + blocks * block <= capacity {
+                (used, room) = (used + 1, capacity - whole - blocks * block);
+            } else {
+                let fresh = (blocks - head + most - 1).div_euclid(most);
+                used += fresh;
+                room = capacity - piece - (blocks - head - (fresh - 1) * most) * block;
+            }
+        }
+        used <= slots.into()
+    }
+
+    #[test]
+    fn a_single_trial_is_its_definition() {
+        let mut random = Random(11);
+        let mut feasible = [0; 2];
+        for case in 0..20_000 {
+            let (rows, spread) = (random.below(40), random.below(31));
+            let most = ((1_u64 << 31) - 1) / (rows + 1);
+            let mut kv_indptr = vec![0];
+            for _ in 0..=rows {
+                let length = random.below(most.min(1 << spread) + 1);
+                kv_indptr.push(kv_indptr[kv_indptr.len() - 1] + i32::try_from(length).unwrap());
+            }
+            let limit = 1 << random.below(25);
+            let [block, whole, piece] =
+                [1, 0, 0].map(|least| u32::try_from(least + random.below(limit)).unwrap());
+            let table = CostTable {
+                block_tokens: [1, 7, 16, 64][usize::try_from(random.below(4)).unwrap()],
+                block,
+                piece: piece.min(whole + block),
+                whole,
+                ..CostTable::AITER
+            };
+            let prices = Prices::of(&table);
+            let fold = 1 + usize::try_from(random.below(3)).unwrap();
+            let tiles: Vec<i128> = kv_indptr
+                .windows(2)
+                .map(|bounds| prices.blocks(bounds[1] - bounds[0]).into())
+                .filter(|&blocks| blocks > 0)
+                .flat_map(|blocks| vec![blocks; fold])
+                .collect();
+            let rows = prices.survey(&kv_indptr);
+            let power = random.below(10);
+            let slots = 1 + random.below(1 << power);
+            let total: u64 = tiles
+                .iter()
+                .map(|&n| prices.whole + u64::try_from(n).unwrap() * prices.block)
+                .sum();
+            // Under it a tile of one block fits an empty slot, and so does a piece of one.
+            let least = prices.whole.max(prices.piece) + prices.block;
+            let capacity = (total / slots + random.below(3 * least)).max(least);
+            let search = Search {
+                kv_indptr: &kv_indptr,
+                fold,
+                slots,
+                prices: &prices,
+                low: 0,
+                step: 1,
+                rows,
+                from: 0,
+            };
+            let expected = fits(&tiles, capacity.into(), slots, &prices);
+            feasible[usize::from(expected)] += 1;
+            assert_eq!(
+                search.is_feasible(capacity),
+                expected,
+                "case {case}: {table:?} {capacity} {slots} {tiles:?}"
+            );
+        }
+        assert!(feasible.iter().all(|&cases| cases > 2000), "{feasible:?}");
+    }
+
     #[test]
     fn lanes_find_what_a_scan_of_single_trials_finds() {
         let mut random = Random(7);

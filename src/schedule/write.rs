@@ -137,39 +137,43 @@ mod tests {
             seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(7);
             (seed >> 33) % end
         };
-        let policy = Policy::Balanced(CostTable {
-            cut: 9000,
-            ..CostTable::BF16_HEADS_16
-        });
-        let params = ScheduleParams {
-            num_cus: 24,
-            fold: 1,
-            policy,
-            ..PARAMS
-        };
+        // Many rows per slot, about one, and many slots per row.
+        for num_cus in [5, 24, 700] {
+            let policy = Policy::Balanced(CostTable {
+                cut: [0, 9000][usize::from(num_cus == 24)],
+                ..CostTable::BF16_HEADS_16
+            });
+            let params = ScheduleParams {
+                num_cus,
+                fold: 1,
+                policy,
+                ..PARAMS
+            };
+            hints_change_nothing(&params, &mut below);
+        }
+    }
+
+    /// Plans batches that grow, and others now and then, with the hint that is kept and with any other.
+    fn hints_change_nothing(params: &ScheduleParams, below: &mut impl FnMut(u64) -> u64) {
         let most = 120;
-        let arrays = || {
-            [
-                vec![-7; 25],
-                vec![-7; (most + 23) * WORK_WORDS],
-                vec![-7; most + 1],
-            ]
-        };
         let write = |kv_indptr: &[i32], hint: &mut Option<u64>| {
-            let mut made = arrays();
+            let mut made = [
+                vec![-7; params.num_cus + 1],
+                vec![-7; (most + params.num_cus - 1) * WORK_WORDS],
+                vec![-7; most + 1],
+            ];
             let [work_indptr, work_info, reduce_indptr] = &mut made;
             let mut out = ScheduleArrays {
                 work_indptr,
                 work_info,
                 reduce_indptr,
             };
-            let counts = write_schedule_near(kv_indptr, &params, &mut out, hint).unwrap();
+            let counts = write_schedule_near(kv_indptr, params, &mut out, hint).unwrap();
             (made, counts)
         };
         let mut lengths = vec![];
         let mut kept = None;
-        for step in 0..2000 {
-            // A batch that grows, and one of another kind now and then.
+        for step in 0..1500 {
             if step % 40 == 0 {
                 let (rows, longest) = (below(most as u64) + 1, 1 << below(12));
                 lengths = (0..rows)
@@ -185,7 +189,8 @@ mod tests {
             }
             let expected = write(&kv_indptr, &mut None);
             assert_eq!(write(&kv_indptr, &mut kept), expected, "step {step}");
-            for hint in [0, below(1 << 20), u64::MAX] {
+            let found = kept.unwrap_or(0);
+            for hint in [0, found / 2, found + below(1 << 12), below(1 << 20), u64::MAX] {
                 assert_eq!(
                     write(&kv_indptr, &mut Some(hint)),
                     expected,
