@@ -137,12 +137,16 @@ mod tests {
             seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(7);
             (seed >> 33) % end
         };
-        // Many rows per slot, about one, and many slots per row.
-        for num_cus in [5, 24, 700] {
-            let policy = Policy::Balanced(CostTable {
-                cut: [0, 9000][usize::from(num_cus == 24)],
-                ..CostTable::BF16_HEADS_16
-            });
+        // Many rows per slot, about one, and many slots per row. Under aiter's table a candidate is a block.
+        let kernel = CostTable::BF16_HEADS_16;
+        for (num_cus, table) in [
+            (5, kernel),
+            (24, CostTable { cut: 9000, ..kernel }),
+            (24, CostTable::AITER),
+            (700, kernel),
+            (700, CostTable::AITER),
+        ] {
+            let policy = Policy::Balanced(table);
             let params = ScheduleParams {
                 num_cus,
                 fold: 1,
@@ -173,7 +177,7 @@ mod tests {
         };
         let mut lengths = vec![];
         let mut kept = None;
-        for step in 0..1500 {
+        for step in 0..1000 {
             if step % 40 == 0 {
                 let (rows, longest) = (below(most as u64) + 1, 1 << below(12));
                 lengths = (0..rows)
