@@ -4,7 +4,7 @@
 //! capacity is feasible under a larger one, and the largest candidate is feasible.
 
 use super::demand::{Demand, blocks_of};
-use super::lanes::LANES;
+use super::kind::LANES;
 use super::prices::Prices;
 use super::search::Search;
 use super::walk::tokens_of;

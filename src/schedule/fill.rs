@@ -314,6 +314,7 @@ fn add(half: &mut Half, step: &Half) {
 #[cfg(test)]
 mod tests {
     use super::super::CostTable;
+    use super::super::random::Random;
     use super::*;
 
     /// Works, and where the slots and the partials begin; entries behind them keep a mark.
@@ -366,13 +367,8 @@ mod tests {
 
     #[test]
     fn every_loop_writes_the_works_of_the_definition() {
-        let mut seed = 5_u64;
-        let mut below = |end: u64| {
-            seed = seed
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
-            (seed >> 33) % end
-        };
+        let mut random = Random(5);
+        let mut below = |end| random.below(end);
         for case in 0..4000 {
             let (power, longest_power) = (below(20), below(14));
             let block = 1 + below(1 << power);

@@ -7,27 +7,11 @@
 use std::array::from_fn;
 use std::hint::black_box;
 
+use super::kind::{Kind, LANES, Lane, Trial};
 use super::prices::{Parts, Prices};
-
-/// Capacities that are tried at once.
-pub(super) const LANES: usize = 8;
-
-/// A number per lane.
-type Lane = [i16; LANES];
 
 /// No number of blocks is as large, nor is that of the slots.
 const MOST_BLOCKS: i64 = 1 << 14;
-
-/// What is tried: capacities, and what is known of the rows.
-#[derive(Debug)]
-pub(super) struct Trial<'a> {
-    pub(super) kv_indptr: &'a [i32],
-    pub(super) capacities: [u64; LANES],
-    pub(super) slots: u64,
-    /// Blocks of the shortest row that has any, and of the longest.
-    pub(super) shortest: u64,
-    pub(super) longest: u64,
-}
 
 /// How the open slots stand: room for `whole + blocks * block + rest`, `rest` being below `block`, and the slots used.
 #[derive(Debug, Clone, Copy)]
@@ -37,26 +21,13 @@ struct State {
     slots: Lane,
 }
 
-/// What a walk need not ask. A tile *fits* if it does so in an empty slot, whole and as a piece.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    /// Every tile fits.
-    Short,
-    /// No tile fits an empty slot, neither whole nor as a piece.
-    Long,
-    /// A quarter of the tiles at most do not fit: they are asked for.
-    Mixed,
-    Any,
-    /// Any, of so many blocks that the quotient of one product may be too large by one.
-    Wide,
-}
-
 /// Capacities, and what follows from each.
 #[derive(Debug)]
 pub(super) struct Lanes {
     kind: Kind,
-    /// Blocks of a tile that fits under each capacity.
+    /// Blocks of a tile that fits under each capacity, and those that no slot has room for more than.
     fits: i16,
+    largest: i16,
     block: i16,
     /// What a whole row costs beside its blocks: the rest.
     whole_rest: i16,
@@ -139,12 +110,14 @@ impl Lanes {
         let [behind_whole, rest_behind_whole] = behind(2 * whole);
         let most = head.map(|most| most.min(narrow(trial.longest.cast_signed())));
         let fits = fresh[0].into_iter().chain(head).min().unwrap_or(0);
-        let kind = Kind::of(trial, prices, fits, &fresh[0], &most)?;
+        let largest = fresh[0].into_iter().chain(most).max().unwrap_or(0);
+        let kind = Kind::of(trial, prices, [fits, largest], &most)?;
         let Parts { blocks, rest } = prices.parts(whole);
         let over_piece = prices.parts(whole - piece);
         Some(Self {
             kind,
             fits,
+            largest,
             block: narrow(block),
             whole_rest: narrow(rest),
             over_piece: narrow(over_piece.blocks + 1),
@@ -213,6 +186,9 @@ impl Lanes {
                     kind if kind == Kind::Mixed as u8 && blocks <= self.fits => {
                         self.place_short(open, blocks)
                     }
+                    kind if kind == Kind::Mixed as u8 && blocks > self.largest => {
+                        self.place_cut(open, blocks)
+                    }
                     kind if kind == Kind::Wide as u8 => self.place::<true>(open, blocks),
                     _ => self.place::<false>(open, blocks),
                 };
@@ -279,6 +255,23 @@ impl Lanes {
         open
     }
 
+    /// Places a tile of more blocks than any slot has room for.
+    #[inline(always)]
+    fn place_cut(&self, mut open: State, blocks: i16) -> State {
+        for (lane, n) in [blocks; LANES].into_iter().enumerate() {
+            let all_but_one = n - self.one[lane];
+            let full = times(all_but_one, self.per_block[lane]);
+            let last = all_but_one - full * self.most[lane];
+            let head = self.head(open.blocks[lane], open.rest[lane]).max(0);
+            let taken = mask(head > last);
+            let slots = self.one[lane] + full + taken;
+            open.blocks[lane] = self.behind_single[lane] - last + head - (self.most[lane] & taken);
+            open.rest[lane] = self.rest_behind_piece[lane];
+            open.slots[lane] = open.slots[lane].saturating_add(slots);
+        }
+        open
+    }
+
     /// Places a tile that is always cut, with a piece that fills a slot. Here `blocks` is what there is room for as a piece.
     #[inline(always)]
     fn place_long(&self, mut open: State, blocks: i16) -> State {
@@ -312,40 +305,6 @@ impl Lanes {
     }
 }
 
-impl Kind {
-    /// The walk that asks the least; `None` where a slot has no room for a piece of two blocks but tiles that do not fit.
-    fn of(trial: &Trial, prices: &Prices, fits: i16, fresh: &Lane, most: &Lane) -> Option<Self> {
-        let at_least = |blocks: i16| u64::try_from(blocks).unwrap_or(0);
-        let largest = |lane: &Lane| {
-            lane.iter()
-                .fold(0, |largest, &blocks| largest.max(at_least(blocks)))
-        };
-        let fits = at_least(fits);
-        if trial.longest <= fits {
-            return Some(Self::Short);
-        }
-        if most.iter().any(|&most| most < 2) {
-            return None;
-        }
-        Some(if (trial.longest - 1) * largest(most) >= 1 << 16 {
-            Self::Wide
-        } else if trial.shortest > largest(fresh).max(largest(most)) {
-            Self::Long
-        } else if are_few_above(trial.kv_indptr, prices.tokens(fits)) {
-            Self::Mixed
-        } else {
-            Self::Any
-        })
-    }
-}
-
-/// Whether a quarter of the rows at most has more than so many tokens.
-fn are_few_above(kv_indptr: &[i32], tokens: i32) -> bool {
-    let rows = kv_indptr.iter().zip(&kv_indptr[1..]);
-    let above: i32 = rows.map(|(start, end)| i32::from(end - start > tokens)).sum();
-    above.unsigned_abs() as usize <= kv_indptr.len() / 4
-}
-
 /// 2^16 over `most`, rounded up.
 #[expect(clippy::cast_possible_truncation, reason = "at most 2^15 + 1")]
 #[inline]
@@ -369,6 +328,7 @@ fn times(blocks: i16, per_block: u16) -> i16 {
 #[cfg(test)]
 mod tests {
     use super::super::CostTable;
+    use super::super::random::Random;
     use super::*;
 
     #[test]
@@ -444,13 +404,8 @@ mod tests {
 
     #[test]
     fn every_kind_of_walk_takes_the_slots_of_the_definition() {
-        let mut seed = 3_u64;
-        let mut below = |end: u64| {
-            seed = seed
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
-            (seed >> 33) % end
-        };
+        let mut random = Random(3);
+        let mut below = |end| random.below(end);
         let mut kinds = [0; 6];
         for case in 0..6000 {
             let (table, tiles, capacities) = random_case(&mut below);

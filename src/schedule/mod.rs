@@ -13,9 +13,12 @@ pub mod cost;
 mod demand;
 mod fill;
 mod invariant;
+mod kind;
 mod lanes;
 mod prices;
 pub mod quality;
+#[cfg(test)]
+mod random;
 mod rules;
 mod safety;
 mod search;

@@ -3,7 +3,8 @@
 //! A trial of one candidate is a walk over all tiles that writes nothing; eight are tried at once where all numbers are small.
 
 use super::balanced::CANDIDATES;
-use super::lanes::{LANES, Lanes, Trial};
+use super::kind::{LANES, Trial};
+use super::lanes::Lanes;
 use super::prices::{Divisor, Prices, Survey};
 use super::rules::Rules;
 
@@ -150,20 +151,8 @@ fn run_of(first: u64, apart: u64, from: u64, to: u64) -> [u64; LANES] {
 #[cfg(test)]
 mod tests {
     use super::super::CostTable;
+    use super::super::random::Random;
     use super::*;
-
-    /// Random numbers that are the same each time.
-    struct Random(u64);
-
-    impl Random {
-        fn below(&mut self, end: u64) -> u64 {
-            self.0 = self
-                .0
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
-            (self.0 >> 33) % end
-        }
-    }
 
     /// Whether the fill needs no more slots than there are, by its definition.
     fn fits(tiles: &[i128], capacity: i128, slots: u64, prices: &Prices) -> bool {

@@ -71,6 +71,7 @@ pub(crate) fn write_schedule_near(
 
 #[cfg(test)]
 mod tests {
+    use super::super::random::Random;
     use super::super::{
         CostTable, EmptyRows, Policy, ScheduleArrays, ScheduleParams, Variant, WORK_WORDS, write_schedule,
     };
@@ -132,11 +133,8 @@ mod tests {
 
     #[test]
     fn no_hint_changes_a_schedule() {
-        let mut seed = 1_u64;
-        let mut below = |end: u64| {
-            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(7);
-            (seed >> 33) % end
-        };
+        let mut random = Random(1);
+        let mut below = |end| random.below(end);
         // Many rows per slot, about one, and many slots per row. Under aiter's table a candidate is a block.
         let kernel = CostTable::BF16_HEADS_16;
         for (num_cus, table) in [
