@@ -114,21 +114,23 @@ impl Search<'_> {
                     room = rules.behind_whole(room, blocks);
                     continue;
                 }
-                let mut head = rules.head(room).min(blocks - 1);
+                let head = rules.head(room).min(blocks - 1);
                 if head <= 0 && blocks <= rules.fresh.blocks {
                     room = rules.behind_fresh(blocks);
+                } else if head <= 0 && blocks <= most {
+                    // All of it would fit as a single piece, but a row that is cut has two.
+                    used += 1;
+                    room = rules.behind_piece(1);
+                } else if blocks <= most {
+                    room = rules.behind_piece(blocks - head);
                 } else {
-                    if head <= 0 {
-                        used += 1;
-                        head = most.min(blocks - 1);
-                    }
-                    let mut left = blocks - head;
-                    if left > most {
-                        let full = per_piece.narrow((left - 1).cast_unsigned());
-                        used += full;
-                        left -= full.cast_signed() * most;
-                    }
-                    room = rules.behind_piece(left);
+                    // Pieces that fill a slot and blocks of the last one, were all but one block to go to fresh slots: no quotient waits
+                    // for the tile before. What the open slot takes is missing from the last piece, which then may be the one before.
+                    let full = per_piece.narrow((blocks - 1).cast_unsigned()).cast_signed();
+                    let left = blocks - 1 - full * most - head.max(0);
+                    let taken = left >> 63;
+                    used += (full + taken).cast_unsigned();
+                    room = rules.behind_piece(left + (most & taken) + 1);
                 }
                 used += 1;
                 if used > self.slots {
