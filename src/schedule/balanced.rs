@@ -72,17 +72,17 @@ pub(super) fn capacity(
         return None;
     }
     // Few tiles have few ways to lie: the least that is possible often is, or one close to it. Else it is if it was for the batch before.
-    let are_few = 6 * demand.live_tiles <= slots;
     let hinted = hint.map(|over| over / step);
-    let is_least_likely = hinted.map_or(are_few, |candidate| candidate <= search.from);
-    let found = if is_least_likely && search.is_feasible(least) {
+    let is_likely =
+        6 * demand.live_tiles <= slots || hinted.is_some_and(|candidate| candidate <= search.from);
+    let found = if is_likely && search.is_feasible(least) {
         least
     } else {
-        search.from += u64::from(is_least_likely);
-        let near = match hinted {
-            Some(candidate) => candidate,
-            None if are_few => search.from + LANES as u64 / 2,
-            None => guess(&demand, prices) / step,
+        let near = if is_likely {
+            search.from += 1;
+            hinted.unwrap_or(0).max(search.from + LANES as u64 / 2)
+        } else {
+            hinted.unwrap_or_else(|| guess(&demand, prices) / step)
         };
         low + search.least_feasible(near) * step
     };
