@@ -365,35 +365,40 @@ mod tests {
         (works, usize::try_from(slot).unwrap() + 1)
     }
 
+    /// A table, the lengths of the rows, and a capacity from a slot per block to one slot for everything.
+    fn random_case(below: &mut impl FnMut(u64) -> u64) -> (CostTable, Vec<i64>, u64) {
+        let (power, longest_power) = (below(20), below(14));
+        let block = 1 + below(1 << power);
+        let scale = [1, 2, 8, 40][usize::try_from(below(4)).unwrap()] * block;
+        let whole = below(scale);
+        let piece = below(scale).min(whole + block);
+        let tokens = [1, 3, 16, 64][usize::try_from(below(4)).unwrap()];
+        let table = CostTable {
+            block_tokens: tokens,
+            block: u32::try_from(block).unwrap(),
+            piece: u32::try_from(piece).unwrap(),
+            whole: u32::try_from(whole).unwrap(),
+            ..CostTable::AITER
+        };
+        let longest = 1 + below(1 << longest_power);
+        let lengths = (0..=below(80))
+            .map(|_| i64::try_from(below(longest + 1)).unwrap())
+            .collect();
+        let blocks = longest.div_ceil(tokens.into()) * (1 + below(4));
+        let capacity = piece.max(whole) + block * (1 + below(1 + blocks)) + below(block);
+        (table, lengths, capacity)
+    }
+
     #[test]
     fn every_loop_writes_the_works_of_the_definition() {
         let mut random = Random(5);
         let mut below = |end| random.below(end);
         for case in 0..4000 {
-            let (power, longest_power) = (below(20), below(14));
-            let block = 1 + below(1 << power);
-            let scale = [1, 2, 8, 40][usize::try_from(below(4)).unwrap()] * block;
-            let whole = below(scale);
-            let piece = below(scale).min(whole + block);
-            let tokens = [1, 3, 16, 64][usize::try_from(below(4)).unwrap()];
-            let table = CostTable {
-                block_tokens: tokens,
-                block: u32::try_from(block).unwrap(),
-                piece: u32::try_from(piece).unwrap(),
-                whole: u32::try_from(whole).unwrap(),
-                ..CostTable::AITER
-            };
-            let longest = 1 + below(1 << longest_power);
-            let lengths: Vec<i64> = (0..=below(80))
-                .map(|_| i64::try_from(below(longest + 1)).unwrap())
-                .collect();
+            let (table, lengths, capacity) = random_case(&mut below);
             let mut kv_indptr = vec![i32::try_from(below(50)).unwrap()];
             for length in &lengths {
                 kv_indptr.push(kv_indptr[kv_indptr.len() - 1] + i32::try_from(*length).unwrap());
             }
-            // From a slot per block to a slot for everything.
-            let blocks = longest.div_ceil(tokens.into()) * (1 + below(4));
-            let capacity = piece.max(whole) + block * (1 + below(1 + blocks)) + below(block);
             let (works, slots) = defined(&lengths, capacity.cast_signed(), &table);
             let prices = Prices::of(&table);
             let rules = Rules::new(capacity, &prices);
