@@ -71,7 +71,8 @@ pub(super) fn capacity(
     if is_beaten(least + prices.cut) {
         return None;
     }
-    // Few tiles have few ways to lie: the least that is possible often is, or one close to it. Else it is if it was for the batch before.
+    // Few tiles have few ways to lie: the least that is possible is often X, or close to it. Otherwise that is likely if it was X, or more than
+    // X, for the batch before.
     let hinted = hint.map(|over| over / step);
     let is_likely =
         6 * demand.live_tiles <= slots || hinted.is_some_and(|candidate| candidate <= search.from);

@@ -1,4 +1,4 @@
-//! What is tried at once, and what the walk over all tiles need not ask.
+//! Eight capacities that are tried at once, and which kind of walk over the tiles is enough for a batch.
 
 use super::prices::Prices;
 
@@ -34,7 +34,7 @@ pub(super) enum Kind {
 }
 
 impl Kind {
-    /// The walk that asks the least; `None` where a slot has no room for a piece of two blocks but tiles that do not fit.
+    /// The walk that asks the least; `None` where some tile does not fit and some slot has no room for a piece of two blocks.
     pub(super) fn of(trial: &Trial, prices: &Prices, [fits, largest]: [i16; 2], most: &Lane) -> Option<Self> {
         let [fits, largest, widest] = [fits, largest, most.iter().fold(0, |most, &lane| lane.max(most))]
             .map(|blocks| u64::try_from(blocks).unwrap_or(0));

@@ -1,8 +1,8 @@
 //! Eight capacities that are filled at once, in 16 bits, which the compiler turns into vector instructions.
 //!
-//! Counted in blocks, as [`super::fill`] does it, so that no product or quotient waits for the tile before. SSE2 has minimum, maximum and
-//! saturating sums for 16 bits, and not for 32. What limits a walk is the number of instructions per tile, so there are several kinds of
-//! walks: most batches need not ask everything.
+//! Counted in blocks, by the rules of [`super::rules`], so that no product or quotient waits for the tile before. SSE2 has minimum, maximum and
+//! saturating sums for 16 bits, and not for 32. A tile that is asked everything takes three times as long as one of a simple kind, so there
+//! are several kinds of walks: most batches need not ask everything.
 
 use std::array::from_fn;
 use std::hint::black_box;

@@ -117,7 +117,7 @@ impl Prices {
         self.blocks.wide(cost)
     }
 
-    /// A cost of less than 2^62 either way, as blocks rounded down and the rest.
+    /// A cost of less than 2^63 less a block either way, as blocks rounded down and the rest.
     #[inline]
     pub(super) fn parts(&self, cost: i64) -> Parts {
         let block = self.block.cast_signed();

@@ -117,6 +117,11 @@ def test_more_blocks_than_32_bits_count_are_refused(runner: Runner, policy: str)
         (16, {"policy": "balanced"}, r"cost_table is None"),
         (16, {"policy": "balanced", "topk": (1 << 20) + 1, "cost_table": _UNITS}, r"1048577 blocks"),
         (16, {"policy": "balanced", "cost_table": replace(_UNITS, block=1 << 24)}, r"cost_table gives a slot up to"),
+        (
+            1 << 15,
+            {"policy": "invariant", "num_cus": 65_535, "piece_tokens": 1, "cost_table": replace(_UNITS, block=1 << 24)},
+            r"cost_table lets 67108864 works cost \d+, times num_cus that is above 2\*\*62",
+        ),
     ],
 )
 def test_sizes_that_the_kernel_has_no_words_for_are_refused(rows: int, changes: dict[str, Any], message: str) -> None:

@@ -286,6 +286,27 @@ def test_as_many_tiles_as_chunks_and_groups_have_and_one_more_or_less_interprete
         _check(_case(rng.integers(1, 2049, rows), 35, params), device)
 
 
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("lens", "num_cus", "table"),
+    [
+        # 100 pieces are best, which the fourth round of 32 finds.
+        ([1600], 200, CostTable(block_tokens=16, block=1000, piece=0, whole=0, merge=8)),
+        # 32 and 64 pieces cost the same.
+        ([1024], 200, CostTable(block_tokens=16, block=32, piece=0, whole=0, merge=1)),
+        # Fewer tiles than compute units, and more than half of them; one piece is best, so one unit has nothing.
+        ([1600, 700, 1600], 4, CostTable(block_tokens=16, block=3, piece=5, whole=9, merge=1, cut=1 << 24)),
+        ([1600, 700, 1600], 3, CostTable(block_tokens=16, block=3, piece=5, whole=9, merge=1, cut=1 << 24)),
+    ],
+)
+def test_the_number_of_pieces_is_weighed_interpreted(
+    device: str, lens: list[int], num_cus: int, table: CostTable
+) -> None:
+    """Without a split budget: as many slots as the pieces that finish the longest row first."""
+    params = PlanParams(topk=2048, num_cus=num_cus, policy="balanced", cost_table=table)
+    _check(_case(np.array(lens), len(lens) + 1, params), device)
+
+
 def _case(lens: np.ndarray[Any, Any], num_rows: int, params: PlanParams) -> Case:
     return Case("rows", np.arange(lens.size + 1, dtype=np.int32), lens.astype(np.int32), num_rows, params)
 

@@ -157,7 +157,7 @@ class FailingDevice(HostDevice):
 
 
 def test_what_the_device_cannot_plan_is_refused_when_the_planner_is_made() -> None:
-    """With the most rows of a plan, and the device's own compute units and fold."""
+    """With the most rows of a plan and the resolved fold."""
 
     class SmallDevice(HostDevice):
         """Has no words for more than 200 tiles."""
@@ -168,6 +168,8 @@ def test_what_the_device_cannot_plan_is_refused_when_the_planner_is_made() -> No
 
     with pytest.raises(ValueError, match="256 tiles"):
         planner(SmallDevice(), max_rows=256)
+    with pytest.raises(ValueError, match="256 tiles"):
+        planner(SmallDevice(), max_rows=64, fold=4, heads=8)
     assert_holds(planner(SmallDevice(), max_rows=200).plan(batch([1], [5])), [1], [5])
 
 

@@ -74,7 +74,7 @@ def _budget(split_budget, counted, blocks, num_cus, block, piece, whole, merge, 
     """The split budget: the one that is given, or what the longest row of so many blocks asks for."""
     budget = split_budget
     if split_budget == 0:
-        budget = -1  # all slots, as any number of pieces would give as many tiles
+        budget = -1  # all slots: there are as many tiles, so that any number of pieces gives all of them
         if counted < num_cus:
             budget = _best_split(blocks, num_cus, block, piece, whole, merge, cut)
     return budget

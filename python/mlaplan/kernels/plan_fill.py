@@ -21,8 +21,9 @@ There are three forms of a step. Where every tile fits an empty slot as a whole,
 none does under any capacity, and each fills a slot and more, `room - above` is all that goes from tile to tile.
 
 The walk reads records of the c tiles that are not empty, 64 bits each: what a tile costs as a whole, and what its
-blocks cost but for one. A tile of one block is never cut. For its record says that those cost what a piece has more
-than a whole row, or nothing if that is less: with it the formulas for a cut give what the tile leaves in a fresh slot.
+blocks cost but for one. A tile of one block has no other blocks, and is never cut. Its record says instead what a
+piece's fixed cost has more than a whole row's, or 0 if that is less: with that number the formulas for a cut give what
+a slot has left that holds such a tile alone.
 Behind the records lie the numbers of those tiles and what is kept, all in `work_info` until works are written: c tiles
 have at least c works of 8 words, and fewer than 2 c + c + 4 c are used. There are few loads, because Triton's compiler
 looks at all of this code anew for each of them.
@@ -94,8 +95,8 @@ def slot_words(capacity, costs):
 
     The capacity; what the blocks of a piece that fills it cost and how to divide by those; how far the room behind a
     piece, and that behind whole work, in a slot of their own is above a multiple of a block's cost; the most room
-    behind a tile that does not fit. Its last piece has a block at least, of which nothing has to be said where a tile
-    that fits as a piece fits as a whole: what an open slot takes then leaves one.
+    behind a tile that does not fit. With a piece cheaper than a whole row such a tile may fit the open slot as a piece;
+    one block is left for another slot all the same, so no room is larger than that behind a piece of one block.
     """
     bare = capacity - costs[1]
     most = _divide(bare, costs[3], costs[4]) * costs[0]
@@ -176,8 +177,8 @@ def _prepare(record, slot, costs, FORM: tl.constexpr):
         is_large = _below_zero(bare_room)
         ready = (  # type: ignore[assignment]
             need,
-            # The open slot is below this if it takes no block. A tile of one block takes none where it does not fit,
-            # which shows by itself if a piece costs more.
+            # What the open slot has is below this if it takes no block. It takes none of a tile of one block that does
+            # not fit; if a piece costs more than a whole row, its room is less than such a piece takes anyway.
             tl.where(behind > 0, piece + block, _MANY),
             _least(bare_room, last_room),
             last_room - piece,
@@ -384,7 +385,7 @@ def least_capacity(scratch_ptr, counted, num_slots, cheapest, longest, low, step
     slot = slot_words(low + lane * step, costs)
     high = low + (LANES - 1) * step
     has_single = cheapest == _whole_cost(1, costs)
-    # A tile of one block that could be cut, because a piece's fixed cost is less than its own, is not what it is for.
+    # SHORT would cut a tile of one block if a piece's fixed cost were less than a whole row's.
     is_short = (low >= _whole_cost(longest, costs)) & ((has_single == 0) | (costs[1] >= costs[2]))
     is_large = (high < cheapest) & (high - costs[1] < cheapest - costs[2])
     if is_short:

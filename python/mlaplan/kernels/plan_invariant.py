@@ -90,7 +90,7 @@ def invariant_kernel(
 ):
     """Makes one plan; one program. Parameters as those of the kernel in `plan.py`, the cost table, and the piece.
 
-    `num_cus` times the cost of all works stays below 2^62.
+    `num_cus` times the cost of all works stays below 2^62. FRESH: slots that are written at a time behind one work.
     """
     live, order = survey(query_start_loc_ptr, num_requests, num_rows, BLOCK)
     if order == FALLING:
