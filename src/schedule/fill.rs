@@ -7,7 +7,7 @@ use std::slice::IterMut;
 use super::WORK_WORDS;
 use super::prices::{Parts, Prices};
 use super::rules::Rules;
-use super::sink::{Writer, narrow};
+use super::sink::{Placer, Writer, narrow, place_all};
 
 /// Rows per slot from which on those that fit the open slot are so many that a loop of their own is worth its call.
 const LONG_RUN: usize = 4;
@@ -36,6 +36,7 @@ impl Steps {
 /// Where the fill is.
 #[derive(Debug)]
 struct Fill<'a> {
+    rules: &'a Rules,
     works: IterMut<'a, [i32; WORK_WORDS]>,
     /// Where the first work of each slot that is still to be opened goes.
     starts: IterMut<'a, i32>,
@@ -54,13 +55,14 @@ struct Fill<'a> {
     reason = "out of line, all that is carried from tile to tile would go through memory"
 )]
 impl<'a> Fill<'a> {
-    fn new(rules: &Rules, writer: Writer<'a>) -> Self {
+    fn new(rules: &'a Rules, writer: Writer<'a>) -> Self {
         let Writer {
             work_indptr,
             work_info,
             ..
         } = writer;
         Self {
+            rules,
             works: work_info.iter_mut(),
             starts: work_indptr[1..].iter_mut(),
             room: rules.fresh,
@@ -70,20 +72,6 @@ impl<'a> Fill<'a> {
             num_partials: 0,
             is_over: false,
         }
-    }
-
-    /// Ends the last slot and leaves the ones behind it empty; returns the numbers of works and partials.
-    fn finish(self) -> (usize, usize) {
-        // What is left is the end of the last slot, at least.
-        let is_feasible = !self.is_over && self.starts.len() > 0;
-        assert!(is_feasible, "the capacity is not feasible");
-        for start in self.starts {
-            *start = self.num_works;
-        }
-        (
-            usize::try_from(self.num_works).unwrap_or(0),
-            usize::try_from(self.num_partials).unwrap_or(0),
-        )
     }
 
     /// The works that follow are the next slot's.
@@ -125,20 +113,10 @@ impl<'a> Fill<'a> {
         self.num_partials += 1;
     }
 
-    /// Places a tile of so many blocks, which are not 0.
-    #[inline(always)]
-    fn place(&mut self, rules: &Rules, bounds: [i32; 2], blocks: i64) {
-        if blocks <= self.room.blocks {
-            self.whole(bounds);
-            self.room = rules.behind_whole(self.room, blocks);
-        } else {
-            self.place_unfit(rules, bounds, blocks);
-        }
-    }
-
     /// Places a tile that does not fit the open slot.
     #[inline(always)]
-    fn place_unfit(&mut self, rules: &Rules, [start, end]: [i32; 2], blocks: i64) {
+    fn place_unfit(&mut self, [start, end]: [i32; 2], blocks: i64) {
+        let rules = self.rules;
         let mut head = rules.head(self.room).min(blocks - 1);
         if head <= 0 {
             self.open_slot();
@@ -166,6 +144,44 @@ impl<'a> Fill<'a> {
     }
 }
 
+#[expect(clippy::inline_always, reason = "as above")]
+impl Placer for Fill<'_> {
+    #[inline(always)]
+    fn place(&mut self, _tile: i32, start: i32, end: i32) {
+        let blocks = self.rules.blocks(end - start);
+        if blocks <= self.room.blocks {
+            self.whole([start, end]);
+            self.room = self.rules.behind_whole(self.room, blocks);
+        } else {
+            self.place_unfit([start, end], blocks);
+        }
+        add(&mut self.ids, &self.steps.next_tile);
+    }
+
+    #[inline(always)]
+    fn place_empty(&mut self, _tile: i32, _position: i32) {
+        add(&mut self.ids, &self.steps.next_tile);
+    }
+
+    #[inline(always)]
+    fn num_partials(&self) -> i32 {
+        self.num_partials
+    }
+
+    fn finish(self) -> (usize, usize) {
+        // What is left is the end of the last slot, at least.
+        let is_feasible = !self.is_over && self.starts.len() > 0;
+        assert!(is_feasible, "the capacity is not feasible");
+        for start in self.starts {
+            *start = self.num_works;
+        }
+        (
+            usize::try_from(self.num_works).unwrap_or(0),
+            usize::try_from(self.num_partials).unwrap_or(0),
+        )
+    }
+}
+
 /// Places every tile and writes where the partials of each end; returns the numbers of works and partials.
 #[inline(never)]
 pub(super) fn write_fill(
@@ -177,47 +193,14 @@ pub(super) fn write_fill(
     prices: &Prices,
 ) -> (usize, usize) {
     let rules = Rules::new(capacity, prices);
-    if fold > 1 {
-        fill::<true>(&rules, kv_indptr, fold, reduce_indptr, writer)
-    } else if kv_indptr.len() > LONG_RUN * writer.work_indptr.len() {
+    if fold == 1 && kv_indptr.len() > LONG_RUN * writer.work_indptr.len() {
         fill_in_runs(&rules, kv_indptr, reduce_indptr, writer)
     } else {
-        fill::<false>(&rules, kv_indptr, 1, reduce_indptr, writer)
+        place_all(kv_indptr, fold, reduce_indptr, || Fill::new(&rules, writer))
     }
 }
 
-#[inline(never)]
-fn fill<const FOLDED: bool>(
-    rules: &Rules,
-    kv_indptr: &[i32],
-    fold: usize,
-    reduce_indptr: &mut [i32],
-    writer: Writer<'_>,
-) -> (usize, usize) {
-    let mut fill = Fill::new(rules, writer);
-    reduce_indptr[0] = 0;
-    let origin = kv_indptr[0];
-    let fold = if FOLDED { fold } else { 1 };
-    let (reduce_ends, behind) = reduce_indptr[1..].split_at_mut((kv_indptr.len() - 1) * fold);
-    let mut start = 0;
-    for (&end, reduce_ends) in kv_indptr[1..].iter().zip(reduce_ends.chunks_exact_mut(fold)) {
-        let end = end - origin;
-        let blocks = rules.blocks(end - start);
-        let bounds = [start, end];
-        start = end;
-        for reduce_end in reduce_ends {
-            if blocks > 0 {
-                fill.place(rules, bounds, blocks);
-            }
-            *reduce_end = fill.num_partials;
-            add(&mut fill.ids, &fill.steps.next_tile);
-        }
-    }
-    behind.fill(fill.num_partials);
-    fill.finish()
-}
-
-/// As [`fill`], with a loop for the rows that fit the open slot.
+/// As [`place_all`], with a loop for the rows that fit the open slot.
 #[inline(never)]
 fn fill_in_runs(
     rules: &Rules,
@@ -255,7 +238,7 @@ fn fill_in_runs(
             let tile = narrow(row);
             fill.ids = [tile, fill.num_partials, tile, tile + 1];
             if blocks > 0 {
-                fill.place_unfit(rules, [start - origin, end - origin], blocks);
+                fill.place_unfit([start - origin, end - origin], blocks);
             }
             row += 1;
             reduce_indptr[row] = fill.num_partials;

@@ -327,8 +327,8 @@ fn times(blocks: i16, per_block: u16) -> i16 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::CostTable;
     use super::super::random::Random;
+    use super::super::{CostTable, definition};
     use super::*;
 
     #[test]
@@ -345,29 +345,12 @@ mod tests {
         }
     }
 
-    /// The slots of a fill, by its definition.
-    fn slots(tiles: &[u64], capacity: u64, [block, piece, whole]: [u64; 3]) -> u64 {
-        let (mut slots, mut room) = (1, capacity);
-        for &blocks in tiles {
-            let mut left = blocks;
-            while left > 0 {
-                if left == blocks && whole + blocks * block <= room {
-                    room -= whole + blocks * block;
-                    break;
-                }
-                let most = if left == blocks { blocks - 1 } else { left };
-                let taken = most.min(room.saturating_sub(piece) / block);
-                left -= taken;
-                if taken > 0 {
-                    room -= piece + taken * block;
-                }
-                if left > 0 {
-                    slots += 1;
-                    room = capacity;
-                }
-            }
-        }
-        slots
+    /// The slots of a fill, or the most that a lane counts if that is less.
+    fn slots(tiles: &[i128], capacity: u64, prices: &Prices) -> u64 {
+        let most = i128::from(i16::MAX);
+        let slots = definition::fill(tiles, capacity.into(), most, prices)
+            .map_or(most, |works| works.last().map_or(1, |work| work[0] + 1));
+        u64::try_from(slots).unwrap()
     }
 
     /// A table, tiles in blocks and capacities that are all above what a tile of one block costs.
@@ -428,13 +411,12 @@ mod tests {
             };
             kinds[lanes.kind as usize] += 1;
             let fold = 1 + usize::try_from(below(2)).unwrap();
-            let folded: Vec<u64> = tiles.iter().flat_map(|&tile| vec![tile; fold]).collect();
-            let costs = [prices.block, prices.piece, prices.whole];
-            let expected = capacities.map(|capacity| slots(&folded, capacity, costs));
+            let folded: Vec<i128> = tiles.iter().flat_map(|&tile| vec![tile.into(); fold]).collect();
+            let expected = capacities.map(|capacity| slots(&folded, capacity, &prices));
             let kind = lanes.kind;
             assert_eq!(
                 lanes.walk(&kv_indptr, fold, &prices),
-                expected.map(|slots| slots.min(i16::MAX as u64)),
+                expected,
                 "case {case}, {kind:?}: {table:?} {tiles:?} {trial:?}"
             );
         }

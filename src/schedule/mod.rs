@@ -10,6 +10,8 @@
 
 mod balanced;
 pub mod cost;
+#[cfg(test)]
+mod definition;
 mod demand;
 mod fill;
 mod invariant;

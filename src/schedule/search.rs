@@ -152,31 +152,9 @@ fn run_of(first: u64, apart: u64, from: u64, to: u64) -> [u64; LANES] {
 
 #[cfg(test)]
 mod tests {
-    use super::super::CostTable;
     use super::super::random::Random;
+    use super::super::{CostTable, definition};
     use super::*;
-
-    /// Whether the fill needs no more slots than there are, by its definition.
-    fn fits(tiles: &[i128], capacity: i128, slots: u64, prices: &Prices) -> bool {
-        let [block, piece, whole] = [prices.block, prices.piece, prices.whole].map(i128::from);
-        let (mut used, mut room) = (1, capacity);
-        for &blocks in tiles {
-            if whole + blocks * block <= room {
-                room -= whole + blocks * block;
-                continue;
-            }
-            let head = (blocks - 1).min((room - piece).div_euclid(block)).max(0);
-            let most = (blocks - 1).min((capacity - piece).div_euclid(block));
-            if head == 0 && whole + blocks * block <= capacity {
-                (used, room) = (used + 1, capacity - whole - blocks * block);
-            } else {
-                let fresh = (blocks - head + most - 1).div_euclid(most);
-                used += fresh;
-                room = capacity - piece - (blocks - head - (fresh - 1) * most) * block;
-            }
-        }
-        used <= slots.into()
-    }
 
     #[test]
     fn a_single_trial_is_its_definition() {
@@ -228,7 +206,7 @@ mod tests {
                 rows,
                 from: 0,
             };
-            let expected = fits(&tiles, capacity.into(), slots, &prices);
+            let expected = definition::fill(&tiles, capacity.into(), slots.into(), &prices).is_some();
             feasible[usize::from(expected)] += 1;
             assert_eq!(
                 search.is_feasible(capacity),

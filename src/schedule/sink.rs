@@ -54,9 +54,9 @@ pub(super) struct Writer<'a> {
     pub(super) work_indptr: &'a mut [i32],
     pub(super) work_info: &'a mut [[i32; WORK_WORDS]],
     /// The open slot.
-    pub(super) slot: usize,
-    pub(super) num_works: usize,
-    pub(super) num_partials: i32,
+    slot: usize,
+    num_works: usize,
+    num_partials: i32,
 }
 
 impl<'a> Writer<'a> {

@@ -1,7 +1,7 @@
 //! The fill's loops against its definition.
 
-use super::super::CostTable;
 use super::super::random::Random;
+use super::super::{CostTable, definition};
 use super::*;
 
 /// Works, and where the slots and the partials begin; entries behind them keep a mark.
@@ -22,33 +22,24 @@ fn written(
     (arrays, counts)
 }
 
-/// The works of the definition, tile by tile and slot by slot, as slot, tile, first and last position, and the slots.
-fn defined(lengths: &[i64], capacity: i64, table: &CostTable) -> (Vec<[i64; 4]>, usize) {
-    let [tokens, block, piece, whole] =
-        [table.block_tokens, table.block, table.piece, table.whole].map(i64::from);
-    let (mut works, mut slot, mut room) = (vec![], 0, capacity);
-    for (tile, &length) in (0..).zip(lengths) {
-        let blocks = length.div_euclid(tokens) + i64::from(length % tokens > 0);
-        let mut done = 0;
-        while done < blocks {
-            if done == 0 && whole + blocks * block <= room {
-                works.push([slot, tile, 0, length]);
-                room -= whole + blocks * block;
-                break;
-            }
-            let most = if done == 0 { blocks - 1 } else { blocks - done };
-            let taken = most.min((room - piece).div_euclid(block)).max(0);
-            if taken > 0 {
-                works.push([slot, tile, done * tokens, length.min((done + taken) * tokens)]);
-                room -= piece + taken * block;
-                done += taken;
-            }
-            if done < blocks {
-                (slot, room) = (slot + 1, capacity);
-            }
-        }
-    }
-    (works, usize::try_from(slot).unwrap() + 1)
+/// The works of the definition as slot, tile, first and last position, and the slots.
+fn defined(lengths: &[i64], capacity: u64, prices: &Prices) -> (Vec<[i64; 4]>, usize) {
+    let tokens = i128::from(prices.block_tokens());
+    let lengths: Vec<i128> = lengths.iter().map(|&length| length.into()).collect();
+    let blocks: Vec<i128> = lengths
+        .iter()
+        .map(|length| length.div_euclid(tokens) + i128::from(length % tokens > 0))
+        .collect();
+    let works = definition::fill(&blocks, capacity.into(), i128::MAX, prices).unwrap();
+    let slots = works.last().map_or(1, |work| work[0] + 1);
+    let in_tokens = |[slot, tile, first, last]: definition::Work| {
+        let length = lengths[usize::try_from(tile).unwrap()];
+        [slot, tile, first * tokens, length.min(last * tokens)].map(|n| i64::try_from(n).unwrap())
+    };
+    (
+        works.into_iter().map(in_tokens).collect(),
+        usize::try_from(slots).unwrap(),
+    )
 }
 
 /// A table, the lengths of the rows, and a capacity from a slot per block to one slot for everything.
@@ -149,20 +140,17 @@ fn every_loop_writes_the_works_of_the_definition() {
                 end += length;
                 bounds.extend(std::iter::repeat_n([end - length, end], fold));
             }
-            let (works, slots) = defined(&tiles, capacity.cast_signed(), &table);
+            let (works, slots) = defined(&tiles, capacity, &prices);
             let context = format!("case {case}, fold {fold}: {table:?} {capacity} {lengths:?}");
             let folded = written(tiles.len(), slots, |reduce, writer| {
-                fill::<true>(&rules, &kv_indptr, fold, reduce, writer)
+                place_all(&kv_indptr, fold, reduce, || Fill::new(&rules, writer))
             });
             compare(&folded, &works, &bounds, &context);
             if fold == 1 {
-                let plain = written(tiles.len(), slots, |reduce, writer| {
-                    fill::<false>(&rules, &kv_indptr, 1, reduce, writer)
-                });
                 let in_runs = written(tiles.len(), slots, |reduce, writer| {
                     fill_in_runs(&rules, &kv_indptr, reduce, writer)
                 });
-                assert_eq!([&plain, &in_runs], [&folded; 2], "{context}");
+                assert_eq!(in_runs, folded, "{context}");
             }
         }
     }
