@@ -12,28 +12,22 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 from common import parser, publish, table
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(_REPOSITORY / "python"), str(_REPOSITORY / "tests" / "kernels")]
 
 from plan_cases import (  # noqa: E402
-    Arena,
     Case,
-    golden_cases,
-    golden_difference,
     golden_vectors,
     random_case,
     stale_starts,
     wild_case,
     with_policy,
 )
-
-from mlaplan.kernels.plan import plan  # noqa: E402
+from plan_runs import check, check_vectors  # noqa: E402
 
 # One code is compiled per block size, fold, policy and handling of empty rows, so a few classes stand for all.
 _CLASSES = (64, 512, 4096)
@@ -41,34 +35,6 @@ _FOLDS = ((1, 8), (1, 3), (1, 8))
 # Batches of sixty that are planned under another policy, in the two smaller classes: the reference of "balanced" tries
 # its capacities one after the other and takes seconds for thousands of rows.
 _POLICIES = dict.fromkeys((3, 7, 12, 16, 24, 28, 36, 40, 48, 52), "balanced") | dict.fromkeys((10, 33), "invariant")
-
-
-def run(case: Case) -> Any:
-    """All words of the arena after one launch."""
-    arena = Arena(case.num_rows, case.params)
-    words = torch.from_numpy(arena.words).cuda()
-    query_start_loc = torch.from_numpy(case.query_start_loc).cuda()
-    seq_lens = torch.from_numpy(case.seq_lens).cuda()
-    plan(query_start_loc, seq_lens, arena.views(words), case.params)
-    return words.cpu().numpy()
-
-
-def check(case: Case) -> None:
-    difference = Arena(case.num_rows, case.params).difference(case, run(case))
-    assert not difference, difference
-
-
-def check_vectors(shared: Path) -> int:
-    """Compares with every reference vector; returns how many plans that were."""
-    plans = 0
-    for vector in golden_vectors(shared):
-        for case, wanted in golden_cases(vector):
-            words = run(case)
-            arena = Arena(case.num_rows, case.params)
-            assert not golden_difference(vector, arena.views(words), wanted), case.name
-            check(case)
-            plans += 1
-    return plans
 
 
 def random_batch(rng: np.random.Generator, number: int) -> Case:
@@ -87,10 +53,10 @@ def check_random(seconds: float, seed: int) -> int:
     """Compares random batches until the time is up; returns how many."""
     rng = np.random.default_rng(seed)
     for case in stale_starts():
-        check(case)
+        check(case, "cuda")
     end, number = time.monotonic() + seconds, 0
     while time.monotonic() < end:
-        check(random_batch(rng, number))
+        check(random_batch(rng, number), "cuda")
         number += 1
         if number % 1000 == 0:
             print(f"{number} random batches", flush=True)
@@ -103,7 +69,7 @@ def main() -> None:
     options.add_argument("--shared", type=Path, default=_REPOSITORY.parent / "shared")
     given = options.parse_args()
     folder = given.shared if given.shared.is_dir() else _REPOSITORY / "shared"
-    vectors = check_vectors(folder) if (folder / "golden").is_dir() else 0
+    vectors = check_vectors(golden_vectors(folder), "cuda") if (folder / "golden").is_dir() else 0
     batches = check_random(given.seconds, given.seed)
     lines = [
         ["reference vectors", vectors or "not checked: no folder", 0 if vectors else ""],

@@ -10,7 +10,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -56,6 +56,15 @@ def machine() -> str:
     )
 
 
+def _by_turns(names: Iterable[str], rounds: int) -> Iterator[str]:
+    """Every name once a round, each round in another order."""
+    order = list(names)
+    turns = random.Random(0)  # noqa: S311  (no secret)
+    for _ in range(rounds):
+        turns.shuffle(order)
+        yield from order
+
+
 def host_side_by_side_us(
     calls: Mapping[str, Callable[[], object]], *, rounds: int = 12, repeats: int = 25, warm: int = 5
 ) -> dict[str, float]:
@@ -65,19 +74,15 @@ def host_side_by_side_us(
     the same for all of them. The first `warm` calls of a turn are not counted.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
-    order = list(calls)
-    turns = random.Random(0)  # noqa: S311  (no secret)
-    for _ in range(rounds):
-        turns.shuffle(order)
-        for name in order:
-            for _ in range(warm):
-                calls[name]()
-            for _ in range(repeats):
-                torch.cuda.synchronize()
-                begin = time.perf_counter()
-                calls[name]()
-                times[name].append(time.perf_counter() - begin)
+    for name in _by_turns(calls, rounds):
+        for _ in range(warm):
+            calls[name]()
+        for _ in range(repeats):
             torch.cuda.synchronize()
+            begin = time.perf_counter()
+            calls[name]()
+            times[name].append(time.perf_counter() - begin)
+        torch.cuda.synchronize()
     return {name: 1e6 * statistics.median(taken) for name, taken in times.items()}
 
 
@@ -119,17 +124,13 @@ def side_by_side_us(
     if scratch is not None:
         graphs[""] = _captured(lambda: None, nodes, scratch)
     times: dict[str, list[float]] = {name: [] for name in graphs}
-    order = list(graphs)
-    turns = random.Random(0)  # noqa: S311  (no secret)
-    for _ in range(repeats + 3):
-        turns.shuffle(order)
-        for name in order:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graphs[name].replay()
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(1e3 * begin.elapsed_time(end) / nodes)
+    for name in _by_turns(graphs, repeats + 3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graphs[name].replay()
+        end.record()
+        torch.cuda.synchronize()
+        times[name].append(1e3 * begin.elapsed_time(end) / nodes)
     medians = {name: statistics.median(taken[3:]) for name, taken in times.items()}
     flushed = medians.pop("") if scratch is not None else 0.0
     return {name: taken - flushed for name, taken in medians.items()}

@@ -33,6 +33,12 @@ class Case:
     params: PlanParams
 
 
+def rows_case(lens: npt.ArrayLike, num_rows: int, params: PlanParams, *, name: str = "rows") -> Case:
+    """A batch of one query token per request, with rows of these lengths."""
+    seq_lens = np.asarray(lens, np.int32)
+    return Case(name, np.arange(seq_lens.size + 1, dtype=np.int32), seq_lens, num_rows, params)
+
+
 class Arena:
     """The arrays of one plan in one buffer, with guard words before, between and behind them."""
 

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plan_cases import Arena, Case, random_case, wild_case, with_policy
+from plan_cases import Case, random_case, wild_case, with_policy
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from access_order import Watch, watching
+from plan_runs import run
 
 from mlaplan.costs import CostTable
-from mlaplan.kernels.plan import plan
 from mlaplan.layout import PlanParams
 
 _TABLE = CostTable(block_tokens=64, block=2606, piece=1650, whole=1503, slot=4848, merge=243)
@@ -62,9 +62,7 @@ def _run(cases: list[Case], skipped: frozenset[str] = frozenset()) -> Watch:
     """Watches all cases; with barriers left out, those up to the first conflict."""
     with watching(skipped=skipped) as watch:
         for case in cases:
-            words = torch.from_numpy(Arena(case.num_rows, case.params).words)
-            starts, lens = torch.from_numpy(case.query_start_loc), torch.from_numpy(case.seq_lens)
-            plan(starts, lens, Arena(case.num_rows, case.params).views(words), case.params)
+            run(case, "cpu")
             if skipped and watch.conflicts:
                 break
     return watch

@@ -12,7 +12,6 @@ from plan_cases import (
     Arena,
     Case,
     golden_cases,
-    golden_difference,
     golden_vectors,
     random_case,
     stale_starts,
@@ -22,6 +21,7 @@ from plan_cases import (
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
+from plan_runs import check, check_vectors, run
 
 from mlaplan.costs import DEFAULT, CostTable, portable_default
 from mlaplan.kernels.plan import check_sizes, plan
@@ -40,16 +40,13 @@ class Runner:
 
     def words(self, case: Case) -> np.ndarray[Any, np.dtype[np.int32]]:
         """All words of the arena after the launch."""
-        arena = Arena(case.num_rows, case.params)
-        words = torch.from_numpy(arena.words).to(self._device)
-        query_start_loc = torch.from_numpy(case.query_start_loc).to(self._device)
-        seq_lens = torch.from_numpy(case.seq_lens).to(self._device)
-        plan(query_start_loc, seq_lens, arena.views(words), case.params)
-        result: np.ndarray[Any, np.dtype[np.int32]] = words.cpu().numpy()
-        return result
+        return run(case, self._device)
 
     def check(self, case: Case) -> None:
-        assert not Arena(case.num_rows, case.params).difference(case, self.words(case))
+        check(case, self._device)
+
+    def check_vectors(self, vectors: list[dict[str, Any]]) -> None:
+        assert check_vectors(vectors, self._device) >= len(vectors)
 
 
 @pytest.fixture
@@ -153,7 +150,7 @@ def test_reference_vectors_interpreted(runner: Runner, shared: Path) -> None:
     """The small reference vectors; the compiled kernel is compared with all of them."""
     vectors = [vector for vector in golden_vectors(shared) if vector["qk_batch_ratio"] * len(vector["kv_indptr"]) < 40]
     assert len(vectors) >= 40
-    _check_vectors(runner, vectors[::2])
+    runner.check_vectors(vectors[::2])
 
 
 @pytest.mark.interpret
@@ -239,7 +236,7 @@ def test_as_many_rows_as_a_plan_may_have(runner: Runner, rng: np.random.Generato
 
 @pytest.mark.gpu
 def test_reference_vectors(runner: Runner, shared: Path) -> None:
-    _check_vectors(runner, golden_vectors(shared))
+    runner.check_vectors(golden_vectors(shared))
 
 
 @pytest.mark.gpu
@@ -275,15 +272,6 @@ def test_replay_is_a_plan_of_what_the_device_holds(device: str, rng: np.random.G
         graph.replay()
         case = Case(f"step {step}", host_starts, host_lengths, num_rows, params)
         assert not arena.difference(case, words.cpu().numpy())
-
-
-def _check_vectors(runner: Runner, vectors: list[dict[str, Any]]) -> None:
-    for vector in vectors:
-        for case, wanted in golden_cases(vector):
-            words = runner.words(case)
-            arena = Arena(case.num_rows, case.params)
-            assert not golden_difference(vector, arena.views(words), wanted), case.name
-            assert not arena.difference(case, words)
 
 
 def _check_balanced(runner: Runner, vectors: list[dict[str, Any]], classes: tuple[int, ...] = ()) -> None:

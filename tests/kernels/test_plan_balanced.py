@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from plan_cases import Arena, Case
+from plan_cases import Arena, Case, rows_case
 
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
+from plan_runs import check, run
 from triton import language as tl
 
 import mlaplan
 from mlaplan.costs import CostTable
 from mlaplan.kernels import plan_fill
-from mlaplan.kernels.plan import plan
 from mlaplan.layout import PlanParams
 
 _STATES = 2048
@@ -260,7 +260,7 @@ def test_rows_that_share_slots_and_rows_of_many_slots_interpreted(
     if table is None:
         params = replace(params, cost_table=_largest(rows + 3, params))
     for lens in (rng.integers(1, 2049, rows), np.full(rows, 2048), rng.integers(0, 90, rows)):
-        _check(_case(lens, rows + 3, params), device)
+        check(rows_case(lens, rows + 3, params), device)
 
 
 @pytest.mark.interpret
@@ -273,7 +273,7 @@ def test_the_longest_row_just_fits_an_empty_slot_or_just_does_not_interpreted(
     table = CostTable(block_tokens=1, block=1, piece=whole // 2, whole=whole)
     params = PlanParams(topk=2048, num_cus=4, split_budget=-1, policy="balanced", cost_table=table)
     for order in ([50, 50, 50, 50 - 4 * missing], [50 - 4 * missing, 50, 50, 50], [25, 50, 25, 50, 50 - 4 * missing]):
-        _check(_case(np.array(order), 6, params), device)
+        check(rows_case(np.array(order), 6, params), device)
 
 
 @pytest.mark.interpret
@@ -283,7 +283,7 @@ def test_as_many_tiles_as_chunks_and_groups_have_and_one_more_or_less_interprete
 ) -> None:
     params = PlanParams(topk=2048, num_cus=num_cus, split_budget=-1, policy="balanced", cost_table=_PORTABLE)
     for rows in (1, 7, 8, 9, 15, 16, 17, 23, 32, 33):
-        _check(_case(rng.integers(1, 2049, rows), 35, params), device)
+        check(rows_case(rng.integers(1, 2049, rows), 35, params), device)
 
 
 @pytest.mark.interpret
@@ -304,11 +304,7 @@ def test_the_number_of_pieces_is_weighed_interpreted(
 ) -> None:
     """Without a split budget: as many slots as the pieces that finish the longest row first."""
     params = PlanParams(topk=2048, num_cus=num_cus, policy="balanced", cost_table=table)
-    _check(_case(np.array(lens), len(lens) + 1, params), device)
-
-
-def _case(lens: np.ndarray[Any, Any], num_rows: int, params: PlanParams) -> Case:
-    return Case("rows", np.arange(lens.size + 1, dtype=np.int32), lens.astype(np.int32), num_rows, params)
+    check(rows_case(np.array(lens), len(lens) + 1, params), device)
 
 
 @pytest.mark.interpret
@@ -349,7 +345,7 @@ def _check_at_boundary(lens: np.ndarray[Any, Any], params: PlanParams, device: s
     table = params.cost_table
 
     def at(cut: int) -> Case:
-        return _case(lens, lens.size, replace(params, cost_table=replace(table, cut=cut)))
+        return rows_case(lens, lens.size, replace(params, cost_table=replace(table, cut=cut)))
 
     def is_cut(cut: int) -> bool:
         arena = Arena(lens.size, params)
@@ -362,7 +358,7 @@ def _check_at_boundary(lens: np.ndarray[Any, Any], params: PlanParams, device: s
         middle = (least + most) // 2
         least, most = (middle, most) if is_cut(middle) else (least, middle)
     for cut in (least, most, (1 << 24) - 1):
-        _check(at(cut), device)
+        check(at(cut), device)
     return True
 
 
@@ -373,23 +369,9 @@ def test_capacities_that_open_more_slots_than_32_bits_count(device: str) -> None
     table = CostTable(block_tokens=1, block=1, piece=1 << 18, whole=1 << 18)
     params = PlanParams(topk=topk, num_cus=65_535, fold=fold, split_budget=-1, policy="balanced", cost_table=table)
     lens = np.full(rows, topk, np.int32)
-    arena = Arena(rows, params)
-    words = torch.from_numpy(arena.words).to(device)
-    starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
-    plan(starts, torch.from_numpy(lens).to(device), arena.views(words), params)
-    got = arena.views(words.cpu().numpy())
+    got = Arena(rows, params).views(run(rows_case(lens, rows, params), device))
     kv_indptr = np.arange(rows + 1, dtype=np.int32) * topk
     wanted = mlaplan.schedule(kv_indptr, num_cus=params.num_cus, fold=fold, policy="balanced", cost_table=table.core)
     np.testing.assert_array_equal(got.work_indptr, wanted.work_indptr)
     np.testing.assert_array_equal(got.work_info[: len(wanted.work_info)], wanted.work_info)
     np.testing.assert_array_equal(got.reduce_indptr, wanted.reduce_indptr)
-
-
-def _check(case: Case, device: str) -> np.ndarray[Any, np.dtype[np.int32]]:
-    arena = Arena(case.num_rows, case.params)
-    words = torch.from_numpy(arena.words).to(device)
-    starts, lens = (torch.from_numpy(array).to(device) for array in (case.query_start_loc, case.seq_lens))
-    plan(starts, lens, arena.views(words), case.params)
-    result: np.ndarray[Any, np.dtype[np.int32]] = words.cpu().numpy()
-    assert not Arena(case.num_rows, case.params).difference(case, result)
-    return result

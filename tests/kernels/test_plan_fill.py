@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from plan_cases import Arena, Case
+from plan_cases import rows_case
 
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
+from plan_runs import check
 from triton import language as tl
 
 from mlaplan.costs import CostTable
 from mlaplan.kernels import plan_balanced, plan_fill
-from mlaplan.kernels.plan import plan
 from mlaplan.layout import PlanParams
 
 _PORTABLE = CostTable(block_tokens=64, block=2606, piece=1650, whole=1503, slot=4848, merge=243)
@@ -26,14 +26,7 @@ _LENGTHS = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def _check(lens: Any, device: str, params: PlanParams, *, more_rows: int = 0) -> None:
-    lens = np.asarray(lens, np.int32)
-    case = Case("rows", np.arange(lens.size + 1, dtype=np.int32), lens, lens.size + more_rows, params)
-    arena = Arena(case.num_rows, params)
-    words = torch.from_numpy(arena.words).to(device)
-    starts, lengths = (torch.from_numpy(array).to(device) for array in (case.query_start_loc, case.seq_lens))
-    plan(starts, lengths, arena.views(words), params)
-    difference = Arena(case.num_rows, params).difference(case, words.cpu().numpy())
-    assert not difference, (difference, lens.tolist())
+    check(rows_case(lens, len(lens) + more_rows, params), device)
 
 
 def _params(num_cus: int, table: CostTable, *, topk: int = 2048, **more: Any) -> PlanParams:

@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from plan_cases import Arena, Case
+from plan_cases import rows_case
 
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
+from plan_runs import check
 from triton import language as tl
 
 from mlaplan.costs import CostTable
 from mlaplan.kernels import plan_invariant
-from mlaplan.kernels.plan import plan
 from mlaplan.layout import PlanParams
 
 _SIZE = 1 << 12
@@ -53,15 +53,9 @@ def test_slots_are_exact_interpreted(rng: np.random.Generator) -> None:
 @pytest.mark.interpret
 @pytest.mark.parametrize("num_cus", [1, 7, 304, 5000])
 @pytest.mark.parametrize("lens", [[1], [2048], [0, 900, 0], [2048, 1, 0, 300, 257], [256] * 40 + [1]])
-def test_few_works_on_many_slots_interpreted(lens: list[int], num_cus: int) -> None:
+def test_few_works_on_many_slots_interpreted(device: str, lens: list[int], num_cus: int) -> None:
     """A work that costs more than a slot's share leaves slots without any behind it."""
     table = CostTable(block_tokens=64, block=2606, piece=1650, whole=1503)
     for fold in (1, 3):
         params = PlanParams(topk=2048, num_cus=num_cus, policy="invariant", cost_table=table, fold=fold)
-        lengths = np.array(lens, np.int32)
-        case = Case("rows", np.arange(len(lens) + 1, dtype=np.int32), lengths, len(lens) + 2, params)
-        arena = Arena(case.num_rows, params)
-        words = torch.from_numpy(arena.words)
-        plan(torch.from_numpy(case.query_start_loc), torch.from_numpy(lengths), arena.views(words), params)
-        difference = Arena(case.num_rows, params).difference(case, words.numpy())
-        assert not difference, (difference, lens, num_cus, fold)
+        check(rows_case(lens, len(lens) + 2, params), device)
